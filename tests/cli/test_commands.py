@@ -368,7 +368,7 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["solve", "a.graph.json", "cluster.json", "--max-devices", "0"], "max_devices is 0"),
         (["probe", "cpu:0=much"], "'much' cannot be read"),
         (["probe", "cpu:0=1GiB", "cpu:1"], "device 'cpu:1' has no limit; write cpu:1=1GiB"),
-        (["probe", "cpu:0=1GiB", "cpu:0=2GiB"], "two devices are named 'cpu:0'"),
+        (["probe", "cpu:0=1GiB", "cpu:0=2GiB"], "device 'cpu:0' is named twice"),
         (["trace", "model.py"], "write file.py:function or package.module:function"),
         (["trace", "none.py:f"], "there is no file 'none.py'"),
         (["trace", "no.such.module:f"], "there is no module 'no'"),

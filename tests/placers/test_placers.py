@@ -244,7 +244,7 @@ def test_baselines():
     assert Pinned((0, 0, 1, 0, 1, 1)).place(problem).devices == (0, 0, 1, 0, 1, 1)
     with pytest.raises(InputError, match="on device 2, but the cluster has 2 devices"):
         SingleDevice(2).place(problem)
-    with pytest.raises(InputError, match="the placement has 1 ops, the graph 6"):
+    with pytest.raises(InputError, match="it has 1 ops, and this step has 6"):
         Pinned((0,)).place(problem)
     with pytest.raises(InputError, match="device of a pinned op is -1"):
         Pinned((-1,))

@@ -43,38 +43,32 @@ from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class RankScheduler(ListScheduler):
-    """A list scheduler that takes the ready op of the highest rank."""
+def by_rank(
+    scheduler: ListScheduler, problem: Problem, ranks: NDArray[np.int64], future: NDArray[np.int64]
+) -> Placement | None:
+    """The shorter of the two schedules by rank; `None` if neither fits.
 
-    def by_rank(
-        self, problem: Problem, ranks: NDArray[np.int64], future: NDArray[np.int64]
-    ) -> Placement | None:
-        """The shorter of the two schedules by rank; `None` if neither fits.
-
-        `future` is added to the end of an op on a device, and has the layout of the core's
-        `ranked_schedule`.
-        """
-        appended = self.past_dead_ends(
-            problem,
-            lambda timeline: timeline.ranked_schedule(ranks, future),
-            {"schedule": "appended"},
-        )
-        found = [] if appended is None else [appended]
-        for loads in distinct_loads(problem):
-            timeline = problem.timeline()
-            inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
-            if not inserted or not fits_memory(problem, timeline):
-                continue
-            placement = placement_of(problem, timeline, self.name, {"schedule": "inserted"})
-            if is_allowed(problem, np.array(placement.devices, np.int32)):
-                found.append(placement)
-        return shortest(found)
+    Of the ready ops that of the highest rank is next. `future` is added to the end of an op on a
+    device, and has the layout of the core's `ranked_schedule`.
+    """
+    appended = scheduler.past_dead_ends(
+        problem, lambda timeline: timeline.ranked_schedule(ranks, future), {"schedule": "appended"}
+    )
+    found = [] if appended is None else [appended]
+    for loads in distinct_loads(problem):
+        timeline = problem.timeline()
+        inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
+        if not inserted or not fits_memory(problem, timeline):
+            continue
+        placement = placement_of(problem, timeline, scheduler.name, {"schedule": "inserted"})
+        if is_allowed(problem, np.array(placement.devices, np.int32)):
+            found.append(placement)
+    return shortest(found)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class HEFT(RankScheduler):
+class HEFT(ListScheduler):
     """Heterogeneous earliest finish time."""
 
     name: ClassVar[str] = "heft"
@@ -82,12 +76,12 @@ class HEFT(RankScheduler):
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
         ranks = np.array(_core.upward_ranks(problem.core), np.int64)
-        return self.by_rank(problem, ranks, np.empty(0, np.int64))
+        return by_rank(self, problem, ranks, np.empty(0, np.int64))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class PEFT(RankScheduler):
+class PEFT(ListScheduler):
     """Predict earliest finish time."""
 
     name: ClassVar[str] = "peft"
@@ -95,4 +89,4 @@ class PEFT(RankScheduler):
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
         table, ranks = (np.array(row, np.int64) for row in _core.optimistic_costs(problem.core))
-        return self.by_rank(problem, ranks, table)
+        return by_rank(self, problem, ranks, table)
