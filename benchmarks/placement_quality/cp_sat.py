@@ -122,7 +122,7 @@ class _Packing:
         """The persistent bytes in a pool."""
         return sum(
             nbytes * self.on[group][device]
-            for group, nbytes in enumerate(self.problem.group_persistent)
+            for group, nbytes in enumerate(self.problem.arrays.group_persistent)
             for device in self.problem.pool_devices[pool]
         )
 

@@ -102,6 +102,12 @@ def check_is(value: object, kind: type[_V], what: str) -> _V:
     return value
 
 
+def check_choice(value: object, choices: tuple[str, ...], what: str) -> None:
+    """Nothing, if the value is one of the choices; an `InputError` else."""
+    if value not in choices:
+        raise InputError(f"{what} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
 def check_row(values: object, what: str, kind: type | None = None) -> tuple[Any, ...]:
     """`values` as a tuple, each of that class where one is given.
 

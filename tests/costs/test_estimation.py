@@ -379,7 +379,7 @@ def test_an_unknown_kind_and_a_wrong_calibration_are_refused():
         baechi.estimate(traced, "H100")
     with pytest.raises(baechi.InputError, match="is for device kind 'L4', not 'T4'"):
         baechi.estimate(traced, "T4", calibration=baechi.Calibration("L4", (), 1))
-    with pytest.raises(baechi.InputError, match="give a baechi"):
+    with pytest.raises(baechi.InputError, match="give a Calibration"):
         baechi.estimate(traced, "T4", calibration="cpu.json")
 
 

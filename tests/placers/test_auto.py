@@ -83,7 +83,7 @@ def timeline_of(problem, where):
 def packed(problem):
     """Whether first, best or worst fit fits, by either load and in either order of the groups."""
     groups, devices = range(len(problem.group_ops)), range(len(problem.cluster.devices))
-    for loads in (problem.group_persistent, problem.group_bytes):
+    for loads in (problem.arrays.group_persistent, problem.group_bytes):
         orders = (groups, sorted(groups, key=lambda g: -loads[g]))
         for order, rule in itertools.product(orders, ("first", "best", "worst")):
             left, where = list(problem.pool_memory), {}

@@ -61,7 +61,7 @@ def test_suffixes_tell_logical_devices_of_one_device_apart() -> None:
     [
         ([], "no devices"),
         ({}, "no devices"),
-        (["cpu:0", "cpu:0"], "'cpu:0' is named twice"),
+        (["cpu:0", "cpu:0"], "two devices are named 'cpu:0'"),
         (["gpu:0"], "'gpu:0'"),
         (["mps"], "neither a CPU nor CUDA"),
         ([3], "3 is a int"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import Link
-from baechi.probing.link_probe import FREE_BYTES_PER_S, fit_link
+from baechi.probing.link_probe import FREE_BYTES_PER_S, GOOD_ERROR, fit_link
 
 SIZES = tuple(1 << power for power in range(10, 29, 2))
 
@@ -25,7 +25,7 @@ def times(link, noise=0.0, seed=0):
 def test_a_known_link_is_found_again(latency_ns, bytes_per_s):
     fit = fit_link(SIZES, times(Link(latency_ns, bytes_per_s)))
     assert fit.worst_error < 0.001
-    assert fit.is_good
+    assert fit.worst_error <= GOOD_ERROR
     assert fit.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
     assert fit.link.latency_ns == pytest.approx(latency_ns, rel=0.01, abs=30)
 
@@ -40,7 +40,7 @@ def test_noise_is_not_made_larger(latency_ns, bytes_per_s, seed):
     noise = 0.15
     fit = fit_link(SIZES, times(Link(latency_ns, bytes_per_s), noise, seed))
     assert fit.worst_error <= noise / (1 - noise) + 0.001
-    assert fit.is_good
+    assert fit.worst_error <= GOOD_ERROR
 
 
 def test_no_other_link_errs_less():
@@ -58,7 +58,7 @@ def test_what_two_numbers_cannot_tell_is_said():
     slow, fast = Link(5_000, 10**9), Link(900_000, 40 * 10**9)
     measured = [(slow if size < 1 << 20 else fast).transfer_ns(size) for size in SIZES]
     fit = fit_link(SIZES, measured)
-    assert not fit.is_good
+    assert fit.worst_error > GOOD_ERROR
     told = fit.link.transfer_ns(fit.worst_bytes)
     real = measured[SIZES.index(fit.worst_bytes)]
     assert abs(told - real) / real == fit.worst_error > 0.2

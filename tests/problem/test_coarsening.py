@@ -229,7 +229,7 @@ def check_limit(coarse):
         lump = groups.setdefault(int(coarse.group_of[part]), set())
         lump.add(problem.op_group[op])
     for lump in groups.values():
-        nbytes = sum(problem.group_persistent[group] for group in lump)
+        nbytes = sum(problem.arrays.group_persistent[group] for group in lump)
         assert len(lump) == 1 or nbytes <= max(problem.pool_memory) // 8
 
 

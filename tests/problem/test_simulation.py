@@ -124,10 +124,10 @@ CLUSTER = Cluster.uniform(2, 100, LINK)
 @pytest.mark.parametrize(
     ("devices", "order", "match"),
     [
-        ((0, 1, 1), (0, 1, 2), "group 'g' is parted: op 'a' is on 'device0' and op 'c' on"),
+        ((0, 1, 1), (0, 1, 2), "group 'g' is parted: op 'a' is on device 0 and op 'c' on"),
         ((0, 0, 0), (1, 0, 2), "launches op 'b' before op 'a'"),
         ((0, 2, 0), (0, 1, 2), "op 'b' is placed on device 2, but the cluster has 2 devices"),
-        ((0, 0), (0, 1), "the placement has 2 ops, the graph 3"),
+        ((0, 0), (0, 1), "it has 2 ops, and this step has 3"),
     ],
 )
 def test_a_placement_that_is_no_placement_is_refused(devices, order, match):

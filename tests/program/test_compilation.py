@@ -346,7 +346,7 @@ def test_a_placement_of_another_graph_is_refused() -> None:
     graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 8),))
     with pytest.raises(InputError, match="another graph"):
         compile_program(graph, Placement(graph.digest, (0,), (0,)))
-    with pytest.raises(InputError, match="runs 'b' before 'a'"):
+    with pytest.raises(InputError, match="launches op 'b' before op 'a'"):
         compile_program(graph, Placement(graph.digest, (0, 0), (1, 0)))
 
 

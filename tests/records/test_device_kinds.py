@@ -130,7 +130,7 @@ def test_a_users_row_goes_before_ours(table):
         ("fp32 = 2e12", 'fp32 = "2e12"', "the fp32 peak of device kind 'box' is '2e12'"),
         ("fp32 = 2e12", "fp32 = inf", "the fp32 peak of device kind 'box' is inf"),
         ("fp32 = 2e12", "fp64 = 2e12", "flops_per_s of device kind 'box' has no fp32 peak"),
-        ("fp16 = 8e12", "half = 8e12", "flops_per_s of device kind 'box' has 'half'; the types"),
+        ("fp16 = 8e12", "half = 8e12", "flops_per_s of device kind 'box' is 'half'"),
         ("bytes_per_s = 1e9", "bytes_per_s = 0.0", "bytes_per_s of device kind 'box' is 0.0"),
         ("bytes_per_s = 1e9", "bytes_per_s = true", "bytes_per_s of device kind 'box' is True"),
         ("launch_ns = 100", "launch_ns = -1", "launch_ns of device kind 'box' is -1"),
@@ -159,9 +159,9 @@ def test_a_wrong_row_is_refused_with_its_name(table, old, new, said):
         ("memory = 0.25", "memory = nan", "memory of the efficiency of 'matmul' in 'any' is nan"),
         ('source = "a guess"', "", "efficiency 'matmul' in .* has no source"),
         ('source = "a guess"', 'source = ""', "source of the efficiency of 'matmul'"),
-        ('"matmul"', '"mathmul"', "op_class of the efficiency of 'mathmul' .* is unknown"),
+        ('"matmul"', '"mathmul"', "op_class of the efficiency of 'mathmul' .* is 'mathmul'"),
         ('"any"', '"any"\nkind = "bix"', "'matmul' in .* is for kind 'bix', which is in no table"),
-        ('"any"', '"fp4"', "dtype of the efficiency of 'matmul' in 'fp4' is unknown"),
+        ('"any"', '"fp4"', "dtype of the efficiency of 'matmul' in 'fp4' is 'fp4'"),
     ],
 )
 def test_a_wrong_efficiency_is_refused(table, old, new, said):

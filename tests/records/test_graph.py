@@ -36,7 +36,7 @@ LOSS, BACKWARD = Op("l", 0, phase="loss"), Op("a2", 5, phase="backward", forward
         (lambda: Tensor(0, (1, 2**63), 0), "consumer of a tensor of op 0 is 9223372036854775808"),
         (lambda: Tensor(0, (1, True), 0), "consumer of a tensor of op 0 is True"),
         (lambda: Tensor(0, (), -5), "nbytes of a tensor of op 0 is -5"),
-        (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1; it must be a bool"),
+        (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1, a int; give a bool"),
         (lambda: Op("a", 0, phase="late"), "op 'a' is of phase 'late'"),
         (lambda: Op("a", 0, phase=["loss"]), r"op 'a' is of phase \['loss'\]"),
         (lambda: Op("a", 0, forward=(1,)), r"of phase 'forward' with forward=\(1,\)"),

@@ -183,7 +183,7 @@ def test_an_input_that_is_written_is_fresh_in_every_step() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True])
 def test_a_wrong_number_of_steps_is_refused(steps: object) -> None:
-    with pytest.raises(InputError, match="measure at least one step"):
+    with pytest.raises(InputError, match="must be a positive integer"):
         placed_halves().measure(steps)
 
 

@@ -97,9 +97,7 @@ def estimate(
     check_is(traced, Traced, "traced")
     row = find(kind, kinds_file)
     if calibration is not None:
-        if not isinstance(calibration, Calibration):
-            raise InputError(f"calibration is {calibration!r}; give a baechi.Calibration or None.")
-        row = row.calibrated(calibration)
+        row = row.calibrated(check_is(calibration, Calibration, "calibration"))
     rounded = rounded_classes(row, tf32)
     costs = {
         key: OpCost(

@@ -9,7 +9,7 @@ Source of the formulas: torch/utils/flop_counter.py (2.13), but where a docstrin
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -18,6 +18,9 @@ from baechi.records.device_kinds import Kernel
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import OpOverload, packet_of, writes_arguments
 from baechi.tracing.pytrees import tensors_in
+
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = Mapping[str, Any]
 
 _DTYPES: Final = {
     torch.float64: "fp64",
@@ -58,9 +61,7 @@ _NOTHING: Final = frozenset(
 _WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random")
 
 
-def kernel_of(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> Kernel | None:
+def kernel_of(func: OpOverload, args: _Args, kwargs: _Kwargs, result: Any) -> Kernel | None:
     """The work of one call of a kernel, on fake tensors too; `None` where nothing runs."""
     name = packet_of(func).__name__
     given, produced = tensors_in((args, kwargs)), tensors_in(result)
@@ -126,9 +127,7 @@ def _gathered_bytes(
     return indices + (2 * written if smallest >= written else written + 3 * smallest)
 
 
-def _flops(
-    func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> int:
+def _flops(func: OpOverload, name: str, args: _Args, kwargs: _Kwargs, result: Any) -> int:
     for word, formula in _FORMULAS:
         if word in name:
             return formula(name, args, kwargs, tensors_in(result)[0])
@@ -136,9 +135,7 @@ def _flops(
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
 
-def _convolution_backward_flops(
-    _name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], _first: torch.Tensor
-) -> int:
+def _convolution_backward_flops(_name: str, args: _Args, kwargs: _Kwargs, *_: Any) -> int:
     """One product of the forward's size for each of input and weight that needs a gradient.
 
     torch's own formula counts the weight's product once per group too often.
@@ -152,9 +149,7 @@ def _convolution_backward_flops(
     )
 
 
-def _attention_flops(
-    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], _first: torch.Tensor
-) -> int:
+def _attention_flops(name: str, args: _Args, *_: Any) -> int:
     """Two products of the forward, five of the backward, which computes the scores again.
 
     A causal mask halves what fused kernels do, and is not always visible; it is not counted.
@@ -165,9 +160,7 @@ def _attention_flops(
     return 2 * products * batch * heads * length * int(key.shape[-2]) * width
 
 
-def _recurrent_flops(
-    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], _first: torch.Tensor
-) -> int:
+def _recurrent_flops(name: str, args: _Args, *_: Any) -> int:
     """The products with both weights at every step; twice that backward."""
     data, weights = args[0], args[1:3]
     steps = data.numel() // data.shape[-1]
@@ -175,9 +168,7 @@ def _recurrent_flops(
     return 2 * products * int(steps) * sum(int(weight.numel()) for weight in weights)
 
 
-def _pooling_flops(
-    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], first: torch.Tensor
-) -> int:
+def _pooling_flops(name: str, args: _Args, _: _Kwargs, first: torch.Tensor) -> int:
     """One operation for every place of every window; of an adaptive window, of the input."""
     shift = 1 if "backward" in name else 0
     pooled = args[0] if shift else first

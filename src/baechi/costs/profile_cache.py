@@ -91,16 +91,13 @@ def default_path() -> Path:
 _FIELDS: Final = tuple(field.name for field in fields(Measured))
 _APPLICATION: Final = 0x42616563  # "Baec" in ASCII
 _VERSION: Final = 3
+_COLUMNS: Final = ", ".join(
+    f"{field.name} {'INTEGER' if field.type is int else 'TEXT'} NOT NULL"
+    for field in (*fields(Conditions), *fields(Measured))
+)
 _CREATE: Final = (
-    "CREATE TABLE costs (key TEXT PRIMARY KEY, op TEXT NOT NULL, kind TEXT NOT NULL, "
-    "hardware TEXT NOT NULL, threads INTEGER NOT NULL, torch TEXT NOT NULL, "
-    "settings TEXT NOT NULL, method INTEGER NOT NULL, measured TEXT NOT NULL DEFAULT "
-    "CURRENT_TIMESTAMP, forward_ns INTEGER NOT NULL, backward_ns INTEGER NOT NULL, "
-    "saved_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL, "
-    "backward_workspace_bytes INTEGER NOT NULL, inference_workspace_bytes INTEGER NOT NULL, "
-    "forward_spread_ns INTEGER NOT NULL, backward_spread_ns INTEGER NOT NULL, "
-    "remark TEXT NOT NULL, "
-    "backward_reused_bytes INTEGER NOT NULL, passes INTEGER NOT NULL) WITHOUT ROWID"
+    "CREATE TABLE costs (key TEXT PRIMARY KEY, op TEXT NOT NULL, measured TEXT NOT NULL DEFAULT "
+    f"CURRENT_TIMESTAMP, {_COLUMNS}) WITHOUT ROWID"
 )
 
 

@@ -21,8 +21,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -228,21 +229,11 @@ def with_pass(before: Measured | None, found: Measured) -> Measured:
         return replace(
             found, forward_spread_ns=found.forward_ns, backward_spread_ns=found.backward_ns
         )
-    forward_ns, forward_spread_ns = _lowest(
-        (before.forward_ns, before.forward_spread_ns), (found.forward_ns, found.forward_spread_ns)
-    )
-    backward_ns, backward_spread_ns = _lowest(
-        (before.backward_ns, before.backward_spread_ns),
-        (found.backward_ns, found.backward_spread_ns),
-    )
-    return replace(
-        before,
-        forward_ns=forward_ns,
-        forward_spread_ns=forward_spread_ns,
-        backward_ns=backward_ns,
-        backward_spread_ns=backward_spread_ns,
-        passes=before.passes + 1,
-    )
+    changes: dict[str, Any] = {"passes": before.passes + 1}
+    for names in (("forward_ns", "forward_spread_ns"), ("backward_ns", "backward_spread_ns")):
+        times_of = attrgetter(*names)
+        changes |= zip(names, _lowest(times_of(before), times_of(found)), strict=True)
+    return replace(before, **changes)
 
 
 def _lowest(before: tuple[int, int], found: tuple[int, int]) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from typing import ClassVar, Final, final
 
 import numpy as np
 
-from baechi.errors import InputError
 from baechi.placers.baselines import MTopo, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_kinds, used_devices
@@ -25,7 +24,7 @@ from baechi.placers.sct import MSCT
 from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
-from baechi.validation import FrozenDict, check_is, check_row
+from baechi.validation import FrozenDict, check_choice, check_is, check_row
 
 BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
     {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}
@@ -128,13 +127,8 @@ class Auto(Placer):
 
 
 def check_effort(effort: str) -> None:
-    """Check that an effort is known.
-
-    Raises:
-        InputError: Any other.
-    """
-    if effort not in EFFORTS:
-        raise InputError(f"effort is {effort!r}; it must be one of {', '.join(EFFORTS)}.")
+    """Nothing, if the effort is known; an `InputError` else."""
+    check_choice(effort, EFFORTS, "effort")
 
 
 def portfolio(

@@ -10,7 +10,6 @@ from typing import ClassVar, final
 import numpy as np
 
 from baechi import _core
-from baechi.errors import InputError
 from baechi.placers.device_choice import device_choices
 from baechi.placers.placer import HEADROOMS, Placer, in_index_order, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
@@ -37,9 +36,6 @@ class SingleDevice(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the class."""
-        n = len(problem.cluster.devices)
-        if self.device is not None and not 0 <= self.device < n:
-            raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
         devices = problem.free_devices if self.device is None else (self.device,)
         found = [
             in_index_order(problem, [device] * problem.arrays.ops, self.name) for device in devices

@@ -41,6 +41,33 @@ class ListScheduler(Placer):
     def __post_init__(self) -> None:
         check_count(self.retries, "retries")
 
+    def past_dead_ends(
+        self, problem: Problem, schedule: Callable[[_core.Timeline], bool], stats: Stats
+    ) -> Placement | None:
+        """The first schedule that is complete, after retries as in the module.
+
+        `schedule` commits all ops to a timeline, in which groups may be reserved and memory held
+        back; it returns false at a dead end.
+        """
+        for headroom in HEADROOMS:
+            timeline = problem.timeline(headroom)
+            if schedule(timeline):
+                return placement_of(problem, timeline, self.name, stats)
+        pins: dict[int, int] = {}  # the first op of a group, and its device
+        for _ in range(self.retries + 1):
+            timeline, fresh = problem.timeline(), problem.timeline()
+            for op, device in pins.items():
+                timeline.reserve(op, device)
+                fresh.reserve(op, device)
+            if schedule(timeline):
+                more = {"pinned groups": len(pins)} if pins else {}
+                return placement_of(problem, timeline, self.name, {**stats, **more})
+            pin = _next_pin(problem, timeline, fresh)
+            if pin is None:
+                return None
+            pins[pin[0]] = pin[1]
+        return None
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -52,48 +79,14 @@ class METF(ListScheduler):
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
         nothing = np.empty(0, np.int32)
-        return past_dead_ends(
-            problem, lambda timeline: timeline.list_schedule(nothing), self.retries, self.name, {}
-        )
-
-
-def past_dead_ends(
-    problem: Problem,
-    schedule: Callable[[_core.Timeline], bool],
-    retries: int,
-    placer: str,
-    stats: Stats,
-) -> Placement | None:
-    """The first schedule that is complete, after retries as in the module.
-
-    `schedule` commits all ops to a timeline, in which groups may be reserved and memory held back;
-    it returns false at a dead end. At most `retries` groups are pinned.
-    """
-    for headroom in HEADROOMS:
-        timeline = problem.timeline(headroom)
-        if schedule(timeline):
-            return placement_of(problem, timeline, placer, stats)
-    pins: dict[int, int] = {}  # the first op of a group, and its device
-    for _ in range(retries + 1):
-        timeline, fresh = problem.timeline(), problem.timeline()
-        for op, device in pins.items():
-            timeline.reserve(op, device)
-            fresh.reserve(op, device)
-        if schedule(timeline):
-            more = {"pinned groups": len(pins)} if pins else {}
-            return placement_of(problem, timeline, placer, {**stats, **more})
-        pin = _next_pin(problem, timeline, fresh)
-        if pin is None:
-            return None
-        pins[pin[0]] = pin[1]
-    return None
+        return self.past_dead_ends(problem, lambda timeline: timeline.list_schedule(nothing), {})
 
 
 def _next_pin(
     problem: Problem, timeline: _core.Timeline, fresh: _core.Timeline
 ) -> tuple[int, int] | None:
     """The largest group without a device, by its first op, and the device with most room for it."""
-    nbytes, pool = problem.group_persistent, problem.device_pool
+    nbytes, pool = problem.arrays.group_persistent.tolist(), problem.device_pool
     homeless = [g for g, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0]
     group = max(homeless, key=lambda group: nbytes[group], default=-1)
     if group < 0 or not nbytes[group]:

@@ -36,11 +36,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.etf import ListScheduler
 from baechi.placers.placer import distinct_loads, is_allowed, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
+
+
+def by_rank(
+    scheduler: ListScheduler, problem: Problem, ranks: NDArray[np.int64], future: NDArray[np.int64]
+) -> Placement | None:
+    """The shorter of the two schedules by rank; `None` if neither fits.
+
+    Of the ready ops that of the highest rank is next. `future` is added to the end of an op on a
+    device, and has the layout of the core's `ranked_schedule`.
+    """
+    appended = scheduler.past_dead_ends(
+        problem, lambda timeline: timeline.ranked_schedule(ranks, future), {"schedule": "appended"}
+    )
+    found = [] if appended is None else [appended]
+    for loads in distinct_loads(problem):
+        timeline = problem.timeline()
+        inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
+        if not inserted or not fits_memory(problem, timeline):
+            continue
+        placement = placement_of(problem, timeline, scheduler.name, {"schedule": "inserted"})
+        if is_allowed(problem, np.array(placement.devices, np.int32)):
+            found.append(placement)
+    return shortest(found)
 
 
 @final
@@ -53,38 +76,7 @@ class HEFT(ListScheduler):
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
         ranks = np.array(_core.upward_ranks(problem.core), np.int64)
-        return by_rank(problem, ranks, np.empty(0, np.int64), self.name, self.retries)
-
-
-def by_rank(
-    problem: Problem,
-    ranks: NDArray[np.int64],
-    future: NDArray[np.int64],
-    placer: str,
-    retries: int,
-) -> Placement | None:
-    """The shorter of the two schedules by rank; `None` if neither fits.
-
-    Of the ready ops that of the highest rank is next. `future` is added to the end of an op on a
-    device, and has the layout of the core's `ranked_schedule`.
-    """
-    appended = past_dead_ends(
-        problem,
-        lambda timeline: timeline.ranked_schedule(ranks, future),
-        retries,
-        placer,
-        {"schedule": "appended"},
-    )
-    found = [] if appended is None else [appended]
-    for loads in distinct_loads(problem):
-        timeline = problem.timeline()
-        inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
-        if not inserted or not fits_memory(problem, timeline):
-            continue
-        placement = placement_of(problem, timeline, placer, {"schedule": "inserted"})
-        if is_allowed(problem, np.array(placement.devices, np.int32)):
-            found.append(placement)
-    return shortest(found)
+        return by_rank(self, problem, ranks, np.empty(0, np.int64))
 
 
 @final
@@ -97,4 +89,4 @@ class PEFT(ListScheduler):
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
         table, ranks = (np.array(row, np.int64) for row in _core.optimistic_costs(problem.core))
-        return by_rank(problem, ranks, table, self.name, self.retries)
+        return by_rank(self, problem, ranks, table)

@@ -76,7 +76,7 @@ def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placemen
     """
     if is_hopeless(problem):
         return
-    held = sum(problem.group_persistent)
+    held = problem.arrays.group_persistent.sum()
     singles = [
         SingleDevice(device)
         for device in problem.free_devices
@@ -196,20 +196,21 @@ def is_hopeless(problem: Problem) -> bool:
     pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
     # If fewer devices than pools may be used, at most that many pools count.
     room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
-    if sum(problem.group_persistent) > sum(room) or _too_many(problem, room):
+    held = int(arrays.group_persistent.sum())
+    if held > sum(room) or _too_many(problem, room):
         return True
     running = np.where(problem.durations.min(axis=0) > 0, arrays.running_bytes(), 0)
     most = np.zeros(arrays.groups, np.int64)
     np.maximum.at(most, arrays.op_group, running)
     largest = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
-    if (np.array(problem.group_persistent, np.int64) + most > largest).any():
+    if (arrays.group_persistent + most > largest).any():
         return True
-    return sum(problem.group_persistent) > _TIGHT * sum(room) and is_unpackable(problem)
+    return held > _TIGHT * sum(room) and is_unpackable(problem)
 
 
 def _too_many(problem: Problem, room: Sequence[int]) -> bool:
     """True if, for some size, the pools cannot hold all groups of at least that size."""
-    sizes = np.array(problem.group_persistent, np.int64)
+    sizes = problem.arrays.group_persistent
     sizes = np.sort(sizes[sizes > max(room) // _LARGE])[::-1]
     places = np.zeros(len(sizes), np.int64)
     for nbytes, pools in Counter(room).items():

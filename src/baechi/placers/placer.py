@@ -124,7 +124,7 @@ def smallest(succeeds: Callable[[int], bool], high: int, low: int = 0, steps: in
 
 def group_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The bytes of every group, with ever larger shares of its outputs and its workspace."""
-    persistent = np.array(problem.group_persistent, np.int64)
+    persistent = problem.arrays.group_persistent
     more = np.array(problem.group_bytes, np.int64) - persistent
     return tuple(tuple((persistent + more * a // b).tolist()) for a, b in _SHARES)
 
@@ -164,7 +164,7 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
     rows = []
     for stretch in np.array_split(np.arange(n), min(n, _MOMENTS)):
         moment = int(stretch[total[stretch].argmax()])
-        row = np.array(problem.group_persistent, np.int64)
+        row = arrays.group_persistent.copy()
         alive = (born <= moment) & (moment <= dies)
         np.add.at(row, group[owner[alive]], nbytes[alive])
         row[group[order[moment]]] += workspace[moment]

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.etf import ListScheduler
 from baechi.placers.linear_programs import SOLVERS, LinearSolver
 from baechi.placers.sct_program import (
     FavoriteProgram,
@@ -43,6 +43,7 @@ from baechi.placers.sct_program import (
 )
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
+from baechi.validation import check_choice
 
 # Accuracy of some solvers; values of x closer than this are considered equal.
 _DIGITS: Final = 6
@@ -73,10 +74,8 @@ class MSCT(ListScheduler):
 
     def __post_init__(self) -> None:
         ListScheduler.__post_init__(self)
-        names = ("first-order", *SOLVERS)
-        if not isinstance(self.solver, LinearSolver) and self.solver not in names:
-            known = ", ".join(repr(name) for name in names)
-            raise InputError(f"solver {self.solver!r} is unknown; it must be one of {known}.")
+        if not isinstance(self.solver, LinearSolver):
+            check_choice(self.solver, ("first-order", *SOLVERS), "solver")
         if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
@@ -95,12 +94,8 @@ class MSCT(ListScheduler):
             "lp_bound_ns": round(favorites.bound_ns),
             "rho": ratio if math.isfinite(ratio) else "infinite",
         }
-        return past_dead_ends(
-            problem,
-            lambda timeline: timeline.list_schedule(favorites.children),
-            self.retries,
-            self.name,
-            stats,
+        return self.past_dead_ends(
+            problem, lambda timeline: timeline.list_schedule(favorites.children), stats
         )
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, final
 
@@ -49,7 +49,7 @@ class Survey:
             f"{fit.worst_error:.0%}, where {GOOD_ERROR:.0%} is good: one latency and one rate do "
             "not fit all sizes there. Predictions that send such messages are as wrong."
             for (src, dst), fit in self.fits.items()
-            if not fit.is_good
+            if fit.worst_error > GOOD_ERROR
         )
 
 
@@ -80,15 +80,7 @@ def survey(devices: Devices = None) -> Survey:
     if isinstance(devices, Cluster):
         return Survey(devices, {})
     wanted = _wanted(devices)
-    if not wanted:
-        raise InputError("no devices: name at least one, such as ['cuda:0'] or ['cpu:0', 'cpu:1'].")
     names = [device.name if isinstance(device, Device) else device for device, _ in wanted]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(
-                f"device {name!r} is named twice; names must be unique. For two logical devices "
-                f"on it write {name + '/a'!r} and {name + '/b'!r}."
-            )
     places = [torch_device(name) for name in names]
     rows = []
     for (device, capacity), place in zip(wanted, places, strict=True):
@@ -99,8 +91,9 @@ def survey(devices: Devices = None) -> Survey:
         free = _free_bytes(place, places.count(place))
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         rows.append(Device(device, memory, kind=device_kind(place)))
+    cluster = Cluster.connected(rows, Link(0, 1))  # checks them before links are measured
     links, fits = _links(names, places)
-    return Survey(Cluster(tuple(rows), links), fits)
+    return Survey(replace(cluster, links=links), fits)
 
 
 def _links(

@@ -82,11 +82,6 @@ class LinkFit:
     worst_error: float
     worst_bytes: int
 
-    @property
-    def is_good(self) -> bool:
-        """True if small and large messages are both predicted within 20 %."""
-        return self.worst_error <= GOOD_ERROR
-
 
 def fit_link(sizes: Sequence[int], times_ns: Sequence[int]) -> LinkFit:
     """The link with the smallest largest relative error: at least two sizes, times above 0."""

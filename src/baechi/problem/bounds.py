@@ -92,8 +92,7 @@ def _look(problem: Problem, device: int) -> _Look:
 def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_]]:
     """Per device and group, whether the group could be there if it were alone."""
     running = problem.arrays.running_bytes()
-    persistent = np.array(problem.group_persistent, np.int64)
-    groups = np.array(problem.op_group, np.int64)
+    persistent, groups = problem.arrays.group_persistent, problem.arrays.op_group
     rows = []
     for device in devices:
         # An op that takes no time holds no memory while it runs: its intervals may be empty.
@@ -121,7 +120,7 @@ class _Sites:
         self.members = _members(problem, looks, latency, rate)
         classes = [np.unique(problem.device_class[row]) for row in self.members]
         self.durations = np.array([problem.durations[row].min(axis=0) for row in classes])
-        shape = (len(self.members), len(problem.group_persistent))
+        shape = (len(self.members), problem.arrays.groups)
         self.allowed = np.ones(shape, np.bool_)
         self.memory = np.full(len(self.members), LIMIT, np.int64)
         if limited:

@@ -21,6 +21,7 @@ from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays
 from baechi.units import format_bytes
+from baechi.validation import check_is
 
 LIMIT: Final = 2**62
 # Maximum number of names listed in an error.
@@ -77,11 +78,7 @@ class Problem:
         if isinstance(self.source, OpGraph):
             object.__setattr__(self, "source", self.source.explicit)
         if self.constraints is not None:
-            if not isinstance(self.constraints, Constraints):
-                raise InputError(
-                    f"constraints is a {type(self.constraints).__name__}; give a "
-                    "baechi.Constraints or None."
-                )
+            check_is(self.constraints, Constraints, "constraints")
             if narrowed is None:
                 narrowed = allowed_devices(self.graph, self.cluster, self.constraints)
             self.__dict__["allowed"] = narrowed
@@ -239,13 +236,9 @@ class Problem:
     @cached_property
     def device_pool(self) -> tuple[int, ...]:
         """The memory pool of every device; one without a pool is alone in its own."""
-        pools: dict[str, int] = {}
-        row = []
-        for index, device in enumerate(self.cluster.devices):
-            # Keys of pools have two more leading characters, so they differ from all device names.
-            key = f"p:{device.pool}" if device.pool else f"d:{index}"
-            row.append(pools.setdefault(key, len(pools)))
-        return tuple(row)
+        memories = self.cluster.memories
+        number = {memory: pool for pool, memory in enumerate(dict.fromkeys(memories))}
+        return tuple(number[memory] for memory in memories)
 
     @cached_property
     def pool_devices(self) -> tuple[tuple[int, ...], ...]:
@@ -278,11 +271,6 @@ class Problem:
     def group_ops(self) -> tuple[tuple[int, ...], ...]:
         """The ops of every group, ascending."""
         return places(self.arrays.op_group)
-
-    @cached_property
-    def group_persistent(self) -> tuple[int, ...]:
-        """The persistent bytes of every group."""
-        return tuple(self.arrays.group_persistent.tolist())
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:

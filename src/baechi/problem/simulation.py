@@ -160,7 +160,7 @@ def overflows(
     Devices of a pool share their largest margin.
     """
     margins: Counter[int] = Counter()
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     for memory, device in zip(memory_of, cluster.devices, strict=True):
         margin = 0 if constraints is None else constraints.margins.get(device.name, 0)
         margins[memory] = max(margin, margins[memory])
@@ -212,8 +212,7 @@ def _check_placement(
 ) -> None:
     """Raise the error that names what is wrong with a placement, unless it is a missing path."""
     graph, cluster = problem.graph, problem.cluster
-    if len(devices) != len(graph.ops):
-        raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")
+    graph.check_placement(devices.tolist(), order.tolist())
     n = len(cluster.devices)
     if len(devices) and devices.max() >= n:
         op = int(devices.argmax())
@@ -221,30 +220,7 @@ def _check_placement(
             f"op {graph.ops[op].name!r} is placed on device {devices[op]}, but the cluster has {n} "
             "devices; simulate on the cluster that it was solved for."
         )
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    producers, consumers = graph.arrays.edges()
-    early = rank[consumers] < rank[producers]
-    if early.any():
-        edge = int(early.argmax())
-        names = graph.ops[consumers[edge]].name, graph.ops[producers[edge]].name
-        raise InputError(
-            f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
-            "consumes; an order must be topological."
-        )
     op_group = graph.arrays.op_group
-    home = np.empty(graph.arrays.groups, np.int64)
-    home[op_group] = devices
-    parted = home[op_group] != devices
-    if parted.any():
-        op = int(parted.argmax())
-        members = graph.groups[graph.ops[op].group or ""]
-        other = next(member for member in members if devices[member] != devices[op])
-        first, second = (cluster.devices[devices[o]].name for o in (op, other))
-        raise InputError(
-            f"group {graph.ops[op].group!r} is parted: op {graph.ops[op].name!r} is on "
-            f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
-        )
     here = problem.allowed[devices, op_group]
     if not here.all():
         op = int(np.argmin(here))
@@ -320,7 +296,7 @@ def memory_profile(
     highest is `Schedule.peak_bytes`. Devices of one pool share one memory and have equal steps.
     `longer` are additional holdings. O(n log n) time in ops, consumers and transfers.
     """
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     level: Counter[int] = Counter()
     changes: dict[int, Counter[int]] = {memory: Counter() for memory in memory_of}
     for held in chain(_holdings(graph, memory_of, schedule), longer):
@@ -346,7 +322,7 @@ def peak_holdings(
     graph: OpGraph, cluster: Cluster, schedule: Schedule
 ) -> tuple[tuple[int, Mapping[str, int]], ...]:
     """The first time of each device's peak, and the bytes held then by reason."""
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     profiles = memory_profile(graph, cluster, schedule)
     peak_ns = [max(steps, key=lambda step: step[1])[0] for steps in profiles]
     held_at_peak: dict[int, Counter[str]] = {memory: Counter() for memory in memory_of}
@@ -357,15 +333,6 @@ def peak_holdings(
     return tuple(
         (time_ns, held_at_peak[memory]) for time_ns, memory in zip(peak_ns, memory_of, strict=True)
     )
-
-
-def memories(cluster: Cluster) -> list[int]:
-    """The first device of each device's pool; the device itself where it is in none."""
-    first: dict[str, int] = {}
-    return [
-        first.setdefault(device.pool, index) if device.pool else index
-        for index, device in enumerate(cluster.devices)
-    ]
 
 
 def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Iterator[Holding]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
-from baechi.errors import InputError
 from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
@@ -64,14 +63,10 @@ def compile_program(
             where the clock sends something: with one thread no device exceeds the predicted memory.
 
     Raises:
-        InputError: The placement is of another step, or its order is not topological.
+        InputError: The placement is of another step, parts a group, or its order is not
+            topological.
     """
-    if len(placement.devices) != len(structure.ops):
-        raise InputError(
-            f"the placement is of another graph: it has {len(placement.devices)} ops, and this "
-            f"step has {len(structure.ops)}; solve the graph of this step."
-        )
-    _check_order(structure, placement.order)
+    structure.check_placement(placement.devices, placement.order)
     compiler = _Compiler(
         structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule
     )
@@ -81,18 +76,6 @@ def compile_program(
 def instant_ops(graph: OpGraph) -> Set[int]:
     """The ops that take no time."""
     return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
-
-
-def _check_order(step: StepStructure, order: Sequence[int]) -> None:
-    rank = {op: i for i, op in enumerate(order)}
-    for tensor in step.tensors:
-        for consumer in tensor.consumers:
-            if rank[consumer] < rank[tensor.producer]:
-                first, then = step.ops[consumer].name, step.ops[tensor.producer].name
-                raise InputError(
-                    f"the placement's order runs {first!r} before {then!r}, whose tensor it reads; "
-                    "an order must be topological."
-                )
 
 
 @final

@@ -25,7 +25,7 @@ from typing import Final, final
 from baechi.errors import InfeasibleError
 from baechi.placers.placer import Placer
 from baechi.placers.solving import solve
-from baechi.problem.simulation import Holding, memories, memory_profile, overflows, simulate
+from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
 from baechi.program.compilation import compile_program, instant_ops
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -158,7 +158,7 @@ class _Launches:
     replayed: bool
 
     def __post_init__(self) -> None:
-        self._memory_of = memories(self.cluster)
+        self._memory_of = self.cluster.memories
         self._loss = self.graph.n_forward
         used = [gpu for device, gpu in enumerate(self.gpus) if device in set(self.devices)]
         # GPUs on which several lanes compute.

@@ -8,7 +8,14 @@ from typing import Any, Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.validation import check_count, check_name, check_positive, check_row
+from baechi.validation import (
+    check_choice,
+    check_count,
+    check_is,
+    check_name,
+    check_positive,
+    check_row,
+)
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
@@ -48,9 +55,7 @@ class Device:
         speed = check_positive_float(self.speed, f"speed of device {self.name!r}", hint)
         object.__setattr__(self, "speed", speed)
         for attribute in ("kind", "pool"):
-            value = getattr(self, attribute)
-            if not isinstance(value, str):
-                raise InputError(f"{attribute} of device {self.name!r} is {value!r}, no string.")
+            check_is(getattr(self, attribute), str, f"{attribute} of device {self.name!r}")
 
 
 @final
@@ -139,6 +144,15 @@ class Cluster:
         others = (row.count(link) - (row[src] == link) for src, row in enumerate(self.links))
         return link if all(count == n - 1 for count in others) else None
 
+    @property
+    def memories(self) -> list[int]:
+        """The first device of each device's pool; the device itself where it is in none."""
+        first: dict[str, int] = {}
+        return [
+            first.setdefault(device.pool, index) if device.pool else index
+            for index, device in enumerate(self.devices)
+        ]
+
     @staticmethod
     def uniform(
         n: int, memory: int | str, link: Link, *, kind: str = "", speed: float = 1.0
@@ -148,7 +162,7 @@ class Cluster:
         Raises:
             InputError: `n` is less than one or above `MAX_DEVICES`, or the memory cannot be read.
         """
-        check_size(n)
+        check_positive(n, "the number of devices", MAX_DEVICES)
         memory_bytes = parse_bytes(memory, what="memory")
         devices = [Device(f"device{i}", memory_bytes, speed, kind) for i in range(n)]
         return Cluster.connected(devices, link)
@@ -207,11 +221,10 @@ class Topology:
                     f"node {node!r} is under switches {switch_of[node]!r} and {switch!r}; a node "
                     "is under one."
                 )
-        if not isinstance(self.node_link, Link):
-            raise InputError(f"node_link is {self.node_link!r}; give a baechi.Link.")
+        check_is(self.node_link, Link, "node_link")
         for link, what in ((self.switch_link, "switch_link"), (self.site_link, "site_link")):
-            if link is not None and not isinstance(link, Link):
-                raise InputError(f"{what} is {link!r}; give a baechi.Link or None.")
+            if link is not None:
+                check_is(link, Link, what)
 
     def cluster(self, where: Sequence[int] | None = None) -> Cluster:
         """The cluster of the devices at these places, in this order; of all if absent.
@@ -268,18 +281,6 @@ class Topology:
         return Topology(tuple(devices), tuple(at_node), tuple(at_switch), *links)
 
 
-def check_size(n: object) -> int:
-    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"a cluster of {n!r} devices; give at least one.")
-    if n > MAX_DEVICES:
-        raise InputError(
-            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
-            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
-        )
-    return n
-
-
 def check_positive_float(value: object, what: str, hint: str = "") -> float:
     """`value` as a float, if it is a positive, finite number."""
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -311,6 +312,5 @@ def _check_devices(group: Any) -> tuple[Device, ...]:
                 f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
                 "give both the pool's memory."
             )
-    if group.ports not in PORTS:
-        raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
+    check_choice(group.ports, PORTS, "ports")
     return devices

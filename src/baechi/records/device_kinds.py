@@ -20,9 +20,16 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster, Device, Link, check_positive_float, check_size
+from baechi.records.cluster import MAX_DEVICES, Cluster, Device, Link, check_positive_float
 from baechi.units import parse_bytes
-from baechi.validation import FrozenDict, check_count, check_name, check_path
+from baechi.validation import (
+    FrozenDict,
+    check_choice,
+    check_count,
+    check_name,
+    check_path,
+    check_positive,
+)
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
 _FIELDS: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
@@ -75,9 +82,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         what = f"the efficiency of {self.op_class!r} in {self.dtype!r}"
         for name, choices in (("op_class", OP_CLASSES), ("dtype", (*DTYPES, ANY))):
-            if getattr(self, name) not in choices:
-                known = ", ".join(choices)
-                raise InputError(f"{name} of {what} is unknown; it must be one of {known}.")
+            check_choice(getattr(self, name), choices, f"{name} of {what}")
         for attribute in ("compute", "memory"):
             share = check_positive_float(getattr(self, attribute), f"{attribute} of {what}")
             object.__setattr__(self, attribute, share)
@@ -136,19 +141,13 @@ class Calibration:
 
     def table(self) -> str:
         """The errors of the fit, as a readable table."""
-        head = ("class", "dtype", "n", "median before", "worst", "median after", "worst")
-        rows: list[tuple[str, ...]] = [head]
-        for fit in self.fits:
-            errors = (fit.before, fit.worst_before, fit.after, fit.worst_after)
-            percents = tuple(f"{error:.1%}" for error in errors)
-            rows.append((fit.op_class, fit.dtype, str(fit.n), *percents))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for op_class, dtype, *numbers in rows:
-            words = [op_class.ljust(widths[0]), dtype.ljust(widths[1])]
-            words += map(str.rjust, numbers, widths[2:])
-            lines.append("  ".join(words))
-        return "\n".join(lines)
+        head = "class           dtype     n  median before    worst  median after    worst"
+        rows = (
+            f"{fit.op_class:<14}  {fit.dtype:<5}  {fit.n:>4}  {fit.before:>13.1%}  "
+            f"{fit.worst_before:>7.1%}  {fit.after:>12.1%}  {fit.worst_after:>7.1%}"
+            for fit in self.fits
+        )
+        return "\n".join((head, *rows))
 
 
 @final
@@ -197,9 +196,7 @@ class DeviceKind:
             raise InputError(f"flops_per_s {what} has no fp32 peak, which all other types fall to.")
         peaks = {}
         for dtype, peak in self.flops_per_s.items():
-            if dtype not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise InputError(f"flops_per_s {what} has {dtype!r}; the types are {known}.")
+            check_choice(dtype, DTYPES, f"a type in flops_per_s {what}")
             peaks[dtype] = check_positive_float(peak, f"the {dtype} peak {what}")
         object.__setattr__(self, "flops_per_s", FrozenDict(peaks))
         if not isinstance(self.source, str) or not self.source.strip():
@@ -316,12 +313,10 @@ def cluster(text: str, link: Link) -> Cluster:
     if match is None:
         raise InputError(f"cluster {text!r} cannot be read; write a count and a kind: 8xA100-...")
     row = find(match[2])
-    count = int(match[1])
-    if count < 1:
-        raise InputError(f"cluster {text!r} has no devices; give at least one.")
+    count = check_positive(int(match[1]), f"the count in cluster {text!r}", MAX_DEVICES)
     place = "cpu" if row.name == "cpu" else "cuda"
     free_bytes = row.memory_bytes - row.context_bytes
-    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(check_size(count))]
+    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(count)]
     return Cluster.connected(devices, link)
 
 

@@ -28,6 +28,7 @@ from baechi.validation import (
     FrozenDict,
     check_count,
     check_counts,
+    check_is,
     check_name,
     check_row,
 )
@@ -157,8 +158,7 @@ class Tensor:
         consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in row}))
         object.__setattr__(self, "consumers", consumers)
         object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
-        if not isinstance(self.kept, bool):
-            raise InputError(f"kept {what} is {self.kept!r}; it must be a bool.")
+        check_is(self.kept, bool, f"kept {what}")
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
@@ -171,38 +171,19 @@ def _ascends(values: tuple[Any, ...]) -> bool:
     return last <= INT64_MAX
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PlainOp:
-    """An op without costs; its fields are as those of an `Op`."""
-
-    name: str
-    group: str | None = None
-    phase: Phase = "forward"
-    forward: tuple[int, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """A tensor without a size; its fields are as those of a `Tensor`."""
-
-    producer: int
-    consumers: tuple[int, ...]
-    kept: bool = False
-
-
 @dataclass(frozen=True)
 class StepStructure:
     """The ops of a step and the tensors between them; index order is a topological order.
 
     Attributes:
-        ops: The ops. `op` means an index into them everywhere.
-        tensors: The tensors. `tensor` means an index into them everywhere.
+        ops: The ops. `op` means an index into them everywhere. Without costs, their times and bytes
+            are 0.
+        tensors: The tensors. `tensor` means an index into them everywhere. Without costs, their
+            bytes are 0.
     """
 
-    ops: Sequence[Op | PlainOp]
-    tensors: Sequence[Tensor | PlainTensor]
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
 
     @cached_property
     def n_forward(self) -> int:
@@ -256,6 +237,36 @@ class StepStructure:
                 rows.setdefault(op.group, []).append(index)
         return FrozenDict({group: tuple(members) for group, members in rows.items()})
 
+    def check_placement(self, devices: Sequence[int], order: Sequence[int]) -> None:
+        """Nothing, if the device of every op keeps groups together, and the order is topological.
+
+        Raises:
+            InputError: They do not, or are of another graph.
+        """
+        if len(devices) != len(self.ops):
+            raise InputError(
+                f"the placement is of another graph: it has {len(devices)} ops, and this step has "
+                f"{len(self.ops)}. Solve the graph of this step; and give graph=..., if it was "
+                "made with checkpoint=..."
+            )
+        rank = {op: i for i, op in enumerate(order)}
+        for tensor in self.tensors:
+            first = min(tensor.consumers, key=rank.__getitem__, default=tensor.producer)
+            if rank[first] < rank[tensor.producer]:
+                names = self.ops[first].name, self.ops[tensor.producer].name
+                raise InputError(
+                    f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
+                    "consumes; an order must be topological."
+                )
+        for group, members in self.groups.items():
+            apart = [op for op in members if devices[op] != devices[members[0]]]
+            if apart:
+                one, two = members[0], apart[0]
+                raise InputError(
+                    f"group {group!r} is parted: op {self.ops[one].name!r} is on device "
+                    f"{devices[one]} and op {self.ops[two].name!r} on device {devices[two]}."
+                )
+
 
 @final
 @dataclass(frozen=True)
@@ -288,8 +299,7 @@ class OpGraph(StepStructure):
         self._check_parts()
         self._check_phases()
         times = {}
-        if not isinstance(self.times, Mapping):
-            raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
+        check_is(self.times, Mapping, "times")  # type: ignore[type-abstract]
         for kind in sorted(self.times):
             what = f"time of an op on device kind {kind!r}"
             row = check_counts(self.times[kind], what)

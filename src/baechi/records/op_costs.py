@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from baechi.errors import InputError
-from baechi.validation import check_count, check_is, check_name, check_row
+from baechi.validation import check_choice, check_count, check_is, check_name, check_row
 
 
 @final
@@ -78,5 +77,4 @@ class Profile:
         check_name(self.traced_digest, "traced_digest of a profile")
         check_is(self.kind, str, "kind of a profile")
         object.__setattr__(self, "costs", check_row(self.costs, "costs", OpCost))
-        if self.source not in ("measured", "computed"):
-            raise InputError(f"source of a profile is {self.source!r}, not measured or computed.")
+        check_choice(self.source, ("measured", "computed"), "source of a profile")

@@ -38,8 +38,7 @@ class Placement:
     def __post_init__(self) -> None:
         check_is(self.graph_digest, str, "graph_digest of a placement")
         check_is(self.placer, str, "placer of a placement")
-        if not isinstance(self.stats, Mapping):
-            raise InputError(f"stats of a placement are {self.stats!r}; give a dict.")
+        check_is(self.stats, Mapping, "stats of a placement")  # type: ignore[type-abstract]
         devices = check_counts(self.devices, "device of a placement")
         order = check_counts(self.order, "op in the order of a placement")
         if sorted(order) != list(range(len(devices))):

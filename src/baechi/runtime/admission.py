@@ -12,14 +12,14 @@ O(nodes + edges), with a sort.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from baechi.problem.simulation import overflows
 from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
-from baechi.records.graph import OpGraph, Tensor
+from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
@@ -28,10 +28,11 @@ from baechi.tracing.lowering import TracedModule, resized
 
 
 @final
+@dataclass(eq=False)
 class Admission:
     """The shapes of one placed family that fit.
 
-    Args:
+    Attributes:
         traced: The traced family.
         graph: That was placed: of the reference shape.
         placement: Of the graph.
@@ -39,41 +40,33 @@ class Admission:
         constraints: Whose margins stay free.
         gpus: The GPU of every logical device; None for a CPU.
         checkpoint: What runs forward again in the graph.
-        values: Of the family's symbols at the reference shape.
+        reference: Values of the family's symbols at the reference shape.
         replayed: Whether it runs as CUDA graphs.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        graph: OpGraph,
-        placement: Placement,
-        cluster: Cluster,
-        constraints: Constraints | None,
-        gpus: Gpus,
-        checkpoint: Any,
-        values: Sequence[int],
-        *,
-        replayed: bool = False,
-    ) -> None:
-        module: TracedModule = traced.module
+    traced: Traced
+    graph: OpGraph
+    placement: Placement
+    cluster: Cluster
+    constraints: Constraints | None
+    gpus: Gpus
+    checkpoint: Any
+    reference: Sequence[int]
+    replayed: bool = False
+
+    def __post_init__(self) -> None:
+        module: TracedModule = self.traced.module
         assert module.family is not None
         self.family: Family = module.family
-        self._traced = traced
-        self._graph = graph
-        self._placed = placement, cluster, constraints, gpus
-        self._checkpoint = checkpoint
-        self._replayed = replayed
-        self._reference = tuple(values)
-        self._facts = self.family.facts(values)
-        self._fit = [self.family.sizes(values)]
+        self._facts = self.family.facts(self.reference)
+        self._fit = [self.family.sizes(self.reference)]
 
     def missing(self, values: Sequence[int]) -> Mapping[str, int]:
         """The devices whose memory the step exceeds at a shape, with the missing bytes."""
         sizes = self.family.sizes(values)
         if any(all(map(int.__le__, sizes, known)) for known in self._fit):
             return {}
-        pairs = zip(values, self._reference, strict=True)
+        pairs = zip(values, self.reference, strict=True)
         ahead = [2 * now if now > was else now for now, was in pairs]
         for at in (ahead, values):  # what grows, such as a cache, will grow on
             found = self._overflows(at)
@@ -83,18 +76,17 @@ class Admission:
         return found
 
     def _overflows(self, values: Sequence[int]) -> Mapping[str, int]:
-        placement, cluster, constraints, gpus = self._placed
         graph = self._graph_at(values)
-        placement = replace(placement, graph_digest=graph.digest)
-        schedule = scheduled(graph, cluster, placement, gpus, replayed=self._replayed)
-        return dict(overflows(schedule, cluster, constraints))
+        placement = replace(self.placement, graph_digest=graph.digest)
+        schedule = scheduled(graph, self.cluster, placement, self.gpus, replayed=self.replayed)
+        return dict(overflows(schedule, self.cluster, self.constraints))
 
     def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
         """(symbol, value): the largest that fits of the symbol that grew most, all else equal.
 
         None if it did not grow, or nothing fits.
         """
-        growth = [now / was for now, was in zip(values, self._reference, strict=True)]
+        growth = [now / was for now, was in zip(values, self.reference, strict=True)]
         symbol = max(range(len(growth)), key=growth.__getitem__)
         low, high = 1, values[symbol]  # what fits, or is none; and what does not
         while high - low > 1:
@@ -105,18 +97,13 @@ class Admission:
         return None if low == 1 else (symbol, low)
 
     def _graph_at(self, values: Sequence[int]) -> OpGraph:
-        graph, training = self._graph, self._graph.is_training
-        traced = resized(self._traced, values)
+        graph, training = self.graph, self.graph.is_training
+        traced = resized(self.traced, values)
         growth = _growth(traced.module, self._facts, traced.module.facts)
         squares = [max(1.0, factor * factor) for factor in growth]
-        sizes = traced.sizes(training=training, checkpoint=self._checkpoint)
+        sizes = traced.sizes(training=training, checkpoint=self.checkpoint)
         tensors = tuple(
-            Tensor(
-                row.producer,
-                row.consumers,
-                size if size >= 0 else math.ceil(row.nbytes * squares[~size]),
-                row.kept,
-            )
+            replace(row, nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]))
             for row, size in zip(graph.tensors, sizes, strict=True)
         )
         ops = tuple(

@@ -118,7 +118,10 @@ class Placed:
         if state is None or state.lock.is_mine:
             return own(fn, recurse)
         with state.lock.alone(), torch.no_grad():
-            rows = [(probe, fn(probe)) for probe in _probes(state)]
+            # A small tensor of each kind that the model has, to see what `fn` does to it.
+            kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor, _ in state.origins)
+            probes = [torch.empty((2, 2, 2, 2), device=on, dtype=dtype) for on, dtype in kinds]
+            rows = [(probe, fn(probe)) for probe in probes]
             host = _host(rows, state)
             stays = all(old.device == new.device for old, new in rows)
             if any(old.dtype != new.dtype or old.stride() != new.stride() for old, new in rows):
@@ -168,12 +171,6 @@ class Placed:
             "a placed model is on several devices already, and DataParallel cannot copy it to "
             "others: one process per copy can, with DistributedDataParallel(placed)."
         )
-
-
-def _probes(state: PlacedState) -> list[torch.Tensor]:
-    """A small tensor of each kind that the model has, to see what a function does to it."""
-    kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor, _ in state.origins)
-    return [torch.empty((2, 2, 2, 2), device=device, dtype=dtype) for device, dtype in kinds]
 
 
 def _host(rows: list[tuple[torch.Tensor, torch.Tensor]], state: PlacedState) -> torch.device | None:

@@ -19,18 +19,9 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     """The structure of the step that was placed: of the placed graph, where that is known.
 
     Raises:
-        InputError: It is of another graph, or parts a group.
+        InputError: It is of another graph.
     """
-    n = len(traced.ops)
-    step = graph or traced.structure(training=len(placement.devices) > n)
-    again = len(step.units)
-    sizes = (n, n + 1 + len(traced.backward_ops) + again)
-    if len(placement.devices) not in sizes:
-        raise InputError(
-            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
-            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
-            "Solve the graph of this trace; and give graph=..., if it was made with checkpoint=..."
-        )
+    step = graph or traced.structure(training=len(placement.devices) > len(traced.ops))
     if graph is not None and graph.digest != placement.graph_digest:
         raise InputError(
             f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
@@ -41,10 +32,6 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
             f"the graph given is not of this {traced.name}: its forward ops have other names, or "
             "it does not say which ops are not forward (Op.phase). Give the graph of this trace."
         )
-    device_of: dict[str, int] = {}
-    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
-        if op.group is not None and device_of.setdefault(op.group, device) != device:
-            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
     return step
 
 

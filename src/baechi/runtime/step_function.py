@@ -7,6 +7,7 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, final
 
 import torch
@@ -31,25 +32,20 @@ Executor: TypeAlias = CpuExecutor | CudaExecutor
 
 
 @final
+@dataclass(eq=False)
 class Plan:
     """One differentiable call, between its forward and its backward."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        step: Step,
-        call: Call,
-        trained: list[torch.nn.Parameter],
-        hooked: frozenset[torch.nn.Parameter],
-    ) -> None:
-        self.executor = executor
-        self.step = step
-        self.call = call
-        self.trained = trained
-        self.hooked = hooked  # those whose gradients had hooks when the forward ran
+    executor: Executor
+    step: Step
+    call: Call
+    trained: list[torch.nn.Parameter]
+    hooked: frozenset[torch.nn.Parameter]  # whose gradients had hooks when the forward ran
+
+    def __post_init__(self) -> None:
         self.spent = False
-        self.seeds = Seeds(executor.bound.sizes.grads, step.meter)
-        self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
+        self.seeds = Seeds(self.executor.bound.sizes.grads, self.step.meter)
+        self.graded = [t.requires_grad for t in self.call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self._origins: list[tuple[BoundResult, int]] = []  # of each its result, and its leaf there
         # The outputs that the model reads, too, and the hooks on their gradients.

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement
 from baechi.runtime.executable import Executable
@@ -31,6 +30,7 @@ from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
+from baechi.validation import check_positive
 
 _WARM_UP: Final = 2
 # Workers meet in another order in each step, and so do their peaks.
@@ -46,8 +46,7 @@ def measure_steps(executable: Executable, metered: Metered, steps: int) -> Measu
     Raises:
         InputError: `steps` is no positive integer.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps is {steps!r}; measure at least one step.")
+    check_positive(steps, "steps")
     module = executable.module
     loss = len(executable.traced.ops)  # the op after the forward's, where there is a backward
     loss_device = executable.placement.devices[loss] if executable.training else 0

@@ -31,6 +31,7 @@ from baechi.torch_support.torch_internals import (
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line
 from baechi.tracing.observers import observers_in
+from baechi.validation import check_is
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -74,12 +75,8 @@ def compile_options(
     """
     if compile is False:
         return None
-    if compile is not True and not isinstance(compile, Mapping):
-        raise InputError(
-            f"compile is {compile!r}; give True, or a dict of torch.compile's backend, mode and "
-            "options."
-        )
-    options: dict[str, Any] = {} if compile is True else dict(compile)
+    given = {} if compile is True else check_is(compile, Mapping, "compile")  # type: ignore[type-abstract]
+    options = dict(given)
     unknown = sorted(map(str, options.keys() - {"backend", "mode", "options"}))
     if unknown:
         raise InputError(

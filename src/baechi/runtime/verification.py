@@ -208,10 +208,12 @@ class _Verification:
         owner = self._model if forward is self._executable else self._unsplit.model
         self._put_back()
         torch.manual_seed(self._seed)
-        call = replace(self._call, tensors=tuple(map(_copy, self._call.tensors)))
+        # Anew, since a run may write into them.
+        given = (t.detach().clone().requires_grad_(t.requires_grad) for t in self._call.tensors)
+        call = replace(self._call, tensors=tuple(given))
         outputs = tensors_in(forward(call))
-        given = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
-        leaves = {**given, **dict(owner.named_parameters())}
+        leaves = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
+        leaves |= dict(owner.named_parameters())
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         outcome: _Outcome = {f"output {i}": one.detach() for i, one in enumerate(outputs)}
@@ -416,11 +418,6 @@ def _distance(expected: torch.Tensor, actual: torch.Tensor) -> str:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor anew, for a run that may write into it."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

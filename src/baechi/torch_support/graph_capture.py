@@ -35,12 +35,13 @@ class CudaRecorder:
         self._latest = -1
 
     def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
-        """Capture what the function launches; one that comes late gets a pool of its own.
+        """Capture what the function launches; it takes place when it is replayed first.
 
-        Its rank is its place in the order of a step.
+        Its rank is its place in the order of a step. What one capture has let go of, the next may
+        take; one that comes late gets a pool of its own.
 
         Raises:
-            RuntimeError: It cannot be captured.
+            RuntimeError: It cannot be captured; nothing of it has taken place.
         """
         torch.cuda.synchronize(self._place)
         graph = torch.cuda.CUDAGraph()

@@ -14,14 +14,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost
 from baechi.traced.operators import TracedOperators
-
-if TYPE_CHECKING:
-    pass
 
 
 @final

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from typing import Any, final
 
 from baechi.errors import InputError
-from baechi.records.graph import Op, OpGraph, PlainOp, PlainTensor, StepStructure, Tensor
+from baechi.records.graph import Op, OpGraph, StepStructure, Tensor
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.optimizer_state import TrainedParameter, check_optimizer, optimizer_state_bytes
 from baechi.traced.checkpoint_units import (
@@ -37,7 +37,7 @@ LOSS = "loss"
 RECOMPUTE = "recompute:"
 
 # A tensor of a step with its bytes; `~i` are the extra saved bytes of op i.
-_Edge = tuple[PlainTensor, int]
+_Edge = tuple[Tensor, int]
 
 
 @final
@@ -126,8 +126,7 @@ class Traced(TracedOperators):
         structure, edges = _structure(self, training=training, checkpoint=checkpoint)
         sizes = (size if size >= 0 else costs[~size].saved_bytes for size in edges)
         tensors = tuple(
-            Tensor(row.producer, row.consumers, size, row.kept)
-            for row, size in zip(structure.tensors, sizes, strict=True)
+            replace(row, nbytes=size) for row, size in zip(structure.tensors, sizes, strict=True)
         )
         ops = tuple(_ops(self, structure, tensors, costs, optimizer))
         times = {row.kind: tuple(_times(structure, row.costs)) for row in profiles if row.kind}
@@ -237,16 +236,13 @@ def _ops(
             workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
             late_bytes = late.get(own, 0)
             reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
-        yield Op(
-            row.name,
-            time_ns,
+        yield replace(
+            row,
+            time_ns=time_ns,
             persistent_bytes=persistent,
             workspace_bytes=workspace,
-            group=row.group,
             late_bytes=late_bytes,
             reused_bytes=reused,
-            phase=row.phase,
-            forward=row.forward,
         )
 
 
@@ -258,7 +254,7 @@ def _structure(
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     units = () if checkpoint is None else named_units(traced, checkpoint)
     groups = groups_of(traced, units)
-    ops = [PlainOp(op.name, groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
+    ops = [Op(op.name, 0, group=groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
     if training:
         ops, edges = _mirror(traced, ops, units)
     else:
@@ -268,12 +264,12 @@ def _structure(
 
 
 def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:
-    return PlainTensor(producer, tuple(sorted(set(consumers))), kept), size
+    return Tensor(producer, tuple(sorted(set(consumers))), 0, kept), size
 
 
 def _mirror(
-    traced: TracedOperators, forward: list[PlainOp], units: Sequence[Unit]
-) -> tuple[list[PlainOp], list[_Edge]]:
+    traced: TracedOperators, forward: list[Op], units: Sequence[Unit]
+) -> tuple[list[Op], list[_Edge]]:
     """Forward, loss, backward and recompute ops, and the tensors between them."""
     sequence = backward_sequence(traced, units)
     loss = len(forward)
@@ -289,11 +285,14 @@ def _mirror(
         for i, op in enumerate(forward)
     ]
 
-    def later(row: int) -> PlainOp:
+    def later(row: int) -> Op:
         if row >= 0:
-            return PlainOp(BACKWARD + forward[row].name, grouped[row].group, "backward", (row,))
+            return replace(
+                grouped[row], name=BACKWARD + forward[row].name, phase="backward", forward=(row,)
+            )
         unit = units[~row]
-        return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
+        group = forward[unit.ops[0]].group
+        return Op(RECOMPUTE + unit.name, 0, group=group, phase="recompute", forward=unit.ops)
 
     edges = _values(traced, twin, again, loss)
     # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
@@ -306,7 +305,7 @@ def _mirror(
         for tensor in traced.tensors
         if tensor.kept and tensor.differentiable and not _enters_loss(traced, tensor)
     ]
-    loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
+    loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None, phase="loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
 
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
 from baechi.torch_support.torch_internals import buffers_of, version_of
+from baechi.tracing.guards import Autocast
 
 
 @final
@@ -52,20 +53,13 @@ class Recomputation:
             if buffer is not None
         ]
         random = _random_state(place) if self.random else None
-        autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys((place.type, "cpu"))
-        ]
-        return RecomputeInputs(rows, versions, tuple(buffers), random, tuple(autocast))
+        return RecomputeInputs(rows, versions, tuple(buffers), random, Autocast.current())
 
 
 def _version(value: Any) -> int:
     """The count of writes to a tensor; -1 where it is not counted."""
     known = isinstance(value, torch.Tensor) and not value.is_inference()
     return version_of(value) if known else -1
-
-
-_Autocast = tuple[str, bool, torch.dtype]  # type of device, whether it is on, element type
 
 
 @final
@@ -77,7 +71,7 @@ class RecomputeInputs:
     versions: list[int]  # the version counter of each; -1 where there is none
     buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]  # of opaque submodules, by name
     random: torch.Tensor | None  # the generator's state before it ran, if it draws from it
-    autocast: tuple[_Autocast, ...]
+    autocast: Autocast
 
     def taken(self, again: Recomputation, crossing: dict[int, Any]) -> list[Any]:
         """The arguments, for the function to empty; what it may write is copied once more.
@@ -104,9 +98,7 @@ class RecomputeInputs:
         """The block runs as the forward did, with a graph; afterwards all is as before."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(self.autocast.applied())
             if self.random is not None:
                 stack.callback(_set_random_state, place, _random_state(place))
                 _set_random_state(place, self.random)

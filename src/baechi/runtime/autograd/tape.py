@@ -36,9 +36,7 @@ class Entry:
     value: int  # whose flag says whether it needs a gradient; -1 for a parameter
     grad: int  # the slot that gets its gradient
     given: bool  # whether it is the caller's tensor
-    keeps_strides: (
-        bool  # whether its gradient is handed on without a dense copy (`keeping_strides`)
-    )
+    keeps_strides: bool  # whether its gradient is handed on without a dense copy
 
 
 @final

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -34,23 +34,6 @@ from baechi.tracing.pytrees import tensors_in
 WARM_UP: Final = 3
 
 Replay: TypeAlias = Callable[[], None]
-
-
-class Recorder(Protocol):
-    """Records what one lane launches, in the order in which it will be replayed."""
-
-    def record(self, function: Callable[[], None], rank: int) -> Replay:
-        """Record what the function launches; it takes place when it is replayed first.
-
-        Its rank is its place in the order of a step. What one recording has let go of, the next may
-        take; one that comes late must have memory of its own.
-
-        Raises:
-            Exception: It cannot be recorded; nothing of it has taken place.
-        """
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Run it now, where recordings are made."""
 
 
 @final
@@ -129,7 +112,7 @@ class GraphedTape:
     """A tape that is recorded at its first run and replayed at every other."""
 
     code: TapeCode
-    recorder: Recorder
+    recorder: CudaRecorder
     statics: Statics
     sizes: Sizes
     ranks: tuple[int, int]  # the places of its forward and its backward in the order of a step
@@ -297,7 +280,7 @@ class Graphs:
         program: Program,
         bound: Bound,
         places: Sequence[torch.device],
-        recorder: Callable[[int], Recorder] | None = None,
+        recorder: Callable[[int], CudaRecorder] | None = None,
     ) -> None:
         self._codes = codes = bound.tapes
         self._sizes = bound.sizes
