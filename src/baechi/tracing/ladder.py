@@ -118,14 +118,14 @@ def _non_strict(
 
 
 def _truth_values(
-    mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call
+    mode: GradientMode, places: frozenset[Place], model: nn.Module, call: Call
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
     with TruthValues() as values:
         _run_on_copies(model, call)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded)
+    return _non_strict(mode, EagerBranches(), model, call, values.recorded, places)
 
 
 def _run_on_copies(model: nn.Module, call: Call) -> None:
@@ -309,10 +309,9 @@ def ladder(
     yield "torch.export (non-strict)", export
     while branches.give_way():
         yield f"torch.export (non-strict){branches}", export
-    if places:  # the other rungs know no symbols
-        return
-    yield "module granularity, opaque leaves", partial(_opaque, mode)
-    values = partial(_truth_values, mode, EagerBranches())
+    if not places:  # fx knows no symbols
+        yield "module granularity, opaque leaves", partial(_opaque, mode)
+    values = partial(_truth_values, mode, places)
     yield "torch.export (non-strict), truth values of the example", values
 
 
