@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDescriber
@@ -29,7 +29,7 @@ from torch.jit._script import RecursiveScriptModule
 from torch.utils import _traceback, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 __all__ += ["RecursiveScriptModule", "TorchDispatchMode", "fake_kernels", "track_tensor_tree"]
 
 # The autograd engine.

@@ -1,10 +1,13 @@
 """Comparison of a trace with symbolic sizes with one without."""
 
+from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
+from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.fx_nodes import node_arguments
@@ -60,24 +63,64 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
         number = not acts and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
-        arguments = fx.node.map_arg(_arguments(node), show)
+        arguments = fx.node.map_arg(_arguments(node, facts), show)
         values = tuple(
-            (storages.setdefault(v.storage, len(storages)), v.shape, v.stride, v.dtype)
+            (
+                storages.setdefault(v.storage, len(storages)),
+                v.shape,
+                _steps(v.shape, v.stride),
+                v.dtype,
+            )
             for v in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
-        target = "" if node.op == "placeholder" else str(node.target)
-        rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks))
+        target = "" if node.op == "placeholder" else _target(node)
+        inside = list(_inside(module, node))
+        rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(names)}"
     return rows
 
 
-def _arguments(node: fx.Node) -> Any:
-    """The arguments of a node; `x[:n]` begins at 0, or has no beginning."""
+def _arguments(node: fx.Node, facts: Facts) -> Any:
+    """The arguments of a node; `x[:n]` begins at 0, or has no beginning.
+
+    A graph that it runs gets, of symbolic sizes, some by name.
+    """
     if node.target is torch.ops.aten.slice.Tensor:
         given = node_arguments(node)
         return {**given, "start": given["start"] or 0}
+    if isinstance(node.target, HigherOrderOperator):
+        return [
+            arg
+            for arg in node.args
+            if not isinstance(arg, fx.Node) or arg.op == "get_attr" or facts.nodes[arg].values
+        ]
     return node.args, dict(node.kwargs)
+
+
+def _steps(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides that count: nothing steps along a dimension of one."""
+    return tuple(step for size, step in zip(shape, stride, strict=False) if size != 1)
+
+
+def _target(node: fx.Node) -> str:
+    """What a node runs, by its name; a model's own function is another object in each trace."""
+    if isinstance(node.target, FunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+    return str(node.target)
+
+
+def _inside(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """The operators of the graphs that a node runs, in order."""
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            inner = getattr(module, str(argument.target), None)
+            if isinstance(inner, fx.GraphModule):
+                for each in inner.graph.nodes:
+                    name = _target(each)
+                    if isinstance(each.target, OpOverload) and not name.startswith("aten.sym_"):
+                        yield name
+                    yield from _inside(inner, each)
 
 
 def _same_row(one: Any, other: Any) -> bool:
