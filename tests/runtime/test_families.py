@@ -276,3 +276,64 @@ def test_what_one_part_fixes_another_does_not() -> None:
                 assert module(torch.randn(n, 4)).shape == (n, 4)
         entry = vars(placed)["_baechi_placed"].entries[module]
         assert len(entry.specializations) == plans
+
+
+@torch.no_grad()
+def centred(x: torch.Tensor) -> torch.Tensor:
+    """A graph inside the graph, which makes tensors of symbolic sizes."""
+    return x.mean(1, keepdim=True) * torch.ones(x.shape[0], 1)
+
+
+class Unusual(nn.Module):
+    """Its forward does one of the things that once cost a plan for each shape."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        x = self.inner(x)
+        parts = {
+            "truth value": lambda: x.exp() if torch.isfinite(x).all() else x,
+            "distribution": lambda: torch.distributions.Normal(x, x.exp()).log_prob(x),
+            "image": lambda: nn.functional.interpolate(
+                x[:, None, None], scale_factor=(2.0, 1.5), mode="bilinear"
+            ),
+            "images of a size": lambda: nn.functional.interpolate(
+                x[:, None, None], size=(3, 7), mode="nearest"
+            ),
+            "inner graph": lambda: x + centred(x),
+            "one head": lambda: x.view(-1, 1, 1, 4).transpose(1, 2).mul(2) + 1,
+            "baddbmm": lambda: torch.baddbmm(x[:, None, :1], x[:, :, None], x[:, None], beta=0.5),
+            "scatter": lambda: x.masked_scatter(x > 0, x.flip(0)),
+            "triangular": lambda: torch.linalg.solve_triangular(
+                x[:, :, None] * x[:, None] + 9 * torch.eye(4), x[:, :, None], upper=False
+            ),
+        }
+        return {"x": parts[self.part]()}
+
+
+PARTS = ["truth value", "distribution", "image", "images of a size", "inner graph", "one head"]
+
+
+@pytest.mark.parametrize("part", [*PARTS, "baddbmm", "scatter", "triangular"])
+def test_unusual_operators_have_families(part: str) -> None:
+    torch.manual_seed(0)
+    model = Unusual(part)
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for n in (3, 5, 8, 2):
+        x = torch.randn(n, 4)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 2
+    module.unplace()
+
+
+def test_another_truth_value_at_another_shape_is_refused() -> None:
+    module = lazily(Unusual("truth value"), placer="round-robin")
+    for n in (3, 5, 8):
+        module(torch.randn(n, 4))
+    with pytest.raises(baechi.ExecutionError, match="forward read True"):
+        module(torch.full((7, 4), float("nan")))
+    module.unplace()

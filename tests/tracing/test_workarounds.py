@@ -11,7 +11,9 @@ import zoo
 from placed import EXACT, again_at_random, assert_same_values, at_random, one_thread, step
 from seeds import some
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 import baechi
@@ -175,6 +177,18 @@ def test_torch_still_lacks_the_shapes() -> None:
         lengths = torch.tensor([9, 8]), torch.tensor([3, 2])
         with pytest.raises(DynamicOutputShapeException, match="_ctc_loss"):
             functional.ctc_loss(scores, targets, *lengths)
+
+
+def test_torch_still_fixes_the_sizes_of_images() -> None:
+    """If this fails, torch is mended: `workarounds.resized_by_symbols` may go."""
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(5, ConstantSource("n"))
+    size = environment.create_symintnode(symbol, hint=5)
+    with FakeTensorMode(shape_env=environment):
+        image = torch.empty(size, 1, 4, 4)
+        assert isinstance(image.shape[0], torch.SymInt)
+        resize = torch.ops.aten.upsample_bilinear2d.vec
+        assert type(resize(image, [3, 3], False, None).shape[0]) is int
 
 
 class Layer(nn.LSTM):

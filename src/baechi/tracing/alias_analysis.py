@@ -23,7 +23,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import Symbols, is_backed
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols, is_backed
 from baechi.torch_support.torch_internals import (
     FakeTensorMode,
     OpOverload,
@@ -35,6 +35,7 @@ from baechi.tracing.guards import CHECK
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
+from baechi.tracing.workarounds import resized_by_symbols
 
 
 @final
@@ -187,7 +188,11 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 # Their C++ kernels know sizes as ints alone (torch/_meta_registrations.py, 2.13), and Python's do
 # not; others keep those of C++, since in Python `dropout`, for one, copies what it passes on.
 _INTS_ALONE: Final = frozenset(
-    f"aten.{name}.default" for name in ("pad", "constant_pad_nd", "rot90", "as_strided_scatter")
+    f"aten.{name}.default"
+    for name in (
+        *("pad", "constant_pad_nd", "rot90", "as_strided_scatter", "baddbmm", "masked_scatter"),
+        "linalg_solve_triangular",
+    )
 )
 
 
@@ -283,6 +288,14 @@ class _Recorder(fx.Interpreter):
         strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
         shape = tuple(size if is_backed(size) else int(size) for size in tensor.shape)
         return Value(storage, shape, strides, tensor.dtype, tensor.requires_grad)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = str(target)
+        if name.startswith("aten.upsample_") and name.endswith(".vec"):
+            arguments = schema_arguments(target, args, kwargs)
+            if any(isinstance(size, SYMBOLIC) for size in arguments["input"].shape):
+                return resized_by_symbols(target, arguments)
+        return super().call_function(target, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)

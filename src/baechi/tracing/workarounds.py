@@ -10,6 +10,10 @@ CTC losses with tensors for lengths (https://github.com/pytorch/pytorch/issues/1
     target; here it is as long as all targets together, or as a row of them, which is a bound. The
     loss itself has the right shape. `test_torch_still_lacks_the_shapes` fails when torch is mended.
 
+Sizes of images that are resized (`torch.nn.functional.interpolate`)
+    `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
+    `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -19,7 +23,8 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -36,6 +41,7 @@ from baechi.torch_support.torch_internals import (
     export_mode,
     fake_kernels,
     held_function,
+    packet_of,
     track_tensor_tree,
 )
 
@@ -132,6 +138,20 @@ def _ctc_shapes(
     steps, batch = (1, *log_probs.shape[:-1])[-2:]
     longest = targets.shape[-1]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+def resized_by_symbols(target: Any, arguments: Mapping[str, Any]) -> Any:
+    """What `upsample_*.vec` returns; its C++ makes ints of symbolic sizes (2.13).
+
+    It is the operator that this one runs, so autograd keeps the same tensors.
+    """
+    given = dict(arguments)
+    image, sizes, scales = given.pop("input"), given.pop("output_size"), given.pop("scale_factors")
+    spatial = image.shape[2:]
+    if sizes is None:
+        sizes = [math.floor(size * scale) for size, scale in zip(spatial, scales, strict=True)]
+    each = [None] * len(spatial) if scales is None else scales
+    return packet_of(target).default(image, sizes, *given.values(), *each)
 
 
 # Whose fake kernels know nothing of autocast.
