@@ -337,3 +337,41 @@ def test_another_truth_value_at_another_shape_is_refused() -> None:
     with pytest.raises(baechi.ExecutionError, match="forward read True"):
         module(torch.full((7, 4), float("nan")))
     module.unplace()
+
+
+class Noted(nn.Module):
+    """Its forward needs what a hook has noted, as transformers' hidden states are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.notes: list[torch.Tensor] = []
+        self.inner.register_forward_hook(self.note)
+
+    def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
+        self.notes.append(output)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes.clear()
+        result = self.inner(x)
+        if x.shape[0] > 4 and x.flatten()[0].item() > 1e9:  # no tracer follows this
+            return self.notes[0] + 1
+        return self.notes[0] + result
+
+
+def test_what_cannot_be_traced_is_not_said_to_fail() -> None:
+    module = lazily(Noted(), placer="round-robin")
+    with pytest.raises(baechi.TraceError, match="cannot be traced, though it runs"):
+        module(torch.randn(5, 4))
+    module.unplace()
+
+
+def test_a_call_that_fails_does_not_end_the_family() -> None:
+    module = lazily(Unusual("one head"), placer="round-robin")
+    module(torch.randn(3, 4))
+    with pytest.raises(baechi.TraceError, match="does not run"):
+        module(torch.randn(5, 3))
+    module(torch.randn(5, 4))
+    module(torch.randn(7, 4))
+    assert n_plans(module) == 2
+    module.unplace()

@@ -61,12 +61,12 @@ class CallTraces:
                     return traced
                 reason = "with symbols for sizes, it runs other operators"
         except TraceError as error:
-            if error.__cause__ is not None:  # the model does not run
-                raise
             reason = str(error).splitlines()[1].strip()
+        if static is None:  # a call that does not run at all ends here
+            static = ladder.trace(model, args, kwargs)
         self._given_up[self._kind(model, call, kin)] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
-        return ladder.trace(model, args, kwargs) if static is None else static
+        return static
 
     def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
         """The sizes and ints that are symbols: declared, or other ones in earlier calls."""

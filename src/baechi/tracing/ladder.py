@@ -121,7 +121,7 @@ def _truth_values(
     mode: GradientMode, places: frozenset[Place], model: nn.Module, call: Call
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
-    with TruthValues() as values:
+    with TruthValues() as values, without_observers(model):
         _run_on_copies(model, call)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
@@ -135,7 +135,7 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), without_observers(model):
+    with torch.random.fork_rng(gpus):
         torch.func.functional_call(flat, copies, inputs)
 
 
@@ -383,7 +383,8 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-    _refuse_failing(model, call)
+    if not places:
+        _refuse_failing(model, call)
     failure = TraceError(
         f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
         "Control flow that looks at numbers in tensors must be inside a submodule, which then "
@@ -396,7 +397,10 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
 
 
 def _refuse_failing(model: nn.Module, call: Call) -> None:
-    """Raise what is wrong with the example or the model's own code, if it does not run at all."""
+    """Raise what is wrong with the example or the model's own code, if it does not run at all.
+
+    It runs as the user would run it, with its hooks, on whose notes forward may rely.
+    """
     if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
         return
     try:
