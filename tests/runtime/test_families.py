@@ -243,7 +243,7 @@ def test_a_family_at_another_shape_is_the_trace_of_that_shape() -> None:
 
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x.new_ones(len(x), 1)
+        return x + x.new_ones(len(range(x.shape[0])), 1)
 
 
 def test_sizes_that_python_fixes_have_a_plan_each_and_a_remark() -> None:
@@ -251,7 +251,7 @@ def test_sizes_that_python_fixes_have_a_plan_each_and_a_remark() -> None:
     for n in (2, 3, 5):
         x = torch.randn(n, 4)
         assert torch.equal(placed(x), Rows()(x))
-    assert any("as len(x) does" in remark for remark in placed.remarks)
+    assert any("as range(size) does" in remark for remark in placed.remarks)
     assert len(placed._specializations) == 3
 
 
@@ -304,6 +304,7 @@ class Unusual(nn.Module):
                 x[:, None, None], size=(3, 7), mode="nearest"
             ),
             "inner graph": lambda: x + centred(x),
+            "length": lambda: x * len(x) + torch.arange(len(x))[:, None],
             "one head": lambda: x.view(-1, 1, 1, 4).transpose(1, 2).mul(2) + 1,
             "baddbmm": lambda: torch.baddbmm(x[:, None, :1], x[:, :, None], x[:, None], beta=0.5),
             "scatter": lambda: x.masked_scatter(x > 0, x.flip(0)),
@@ -314,10 +315,10 @@ class Unusual(nn.Module):
         return {"x": parts[self.part]()}
 
 
-PARTS = ["truth value", "distribution", "image", "images of a size", "inner graph", "one head"]
+PARTS = ["truth value", "distribution", "image", "images of a size", "inner graph", "length"]
 
 
-@pytest.mark.parametrize("part", [*PARTS, "baddbmm", "scatter", "triangular"])
+@pytest.mark.parametrize("part", [*PARTS, "one head", "baddbmm", "scatter", "triangular"])
 def test_unusual_operators_have_families(part: str) -> None:
     torch.manual_seed(0)
     model = Unusual(part)
@@ -374,4 +375,28 @@ def test_a_call_that_fails_does_not_end_the_family() -> None:
     module(torch.randn(5, 4))
     module(torch.randn(7, 4))
     assert n_plans(module) == 2
+    module.unplace()
+
+
+class Fixing(nn.Module):
+    """Fixes the length of one argument, and not of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return {"x": sum(self.inner(row) for row in x), "y": self.inner(y)}
+
+
+def test_a_fixed_size_is_named() -> None:
+    torch.manual_seed(0)
+    model = Fixing()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for n in (2, 3, 5):
+        args = torch.randn(n, 4), torch.randn(n, 4)
+        check_equal(step(module, *args), step(unsplit, *args))
+    assert n_plans(module) == 3
+    assert any("fixes dimension 0 of x" in remark for remark in module.remarks)
     module.unplace()

@@ -51,7 +51,9 @@ class CallTraces:
             traced = ladder.trace(model, args, kwargs, places=places)
             family: Family | None = traced.module.family
             if family is None or not family.symbols:
-                reason = "forward or an operator fixes the sizes that changed, as len(x) does"
+                reason = "forward or an operator fixes the sizes that changed, as range(size) does"
+            elif fixed := _fixed(family, kin):
+                reason = f"forward or an operator fixes {fixed}, as range(size) does"
             else:
                 same = [is_same(traced, each.traced) for each in kin if each.family is None]
                 if True not in same:
@@ -97,3 +99,9 @@ class CallTraces:
 
     def _kind(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Any:
         return model, model.training, call.structure.form, self._places(call, kin)
+
+
+def _fixed(family: Family, kin: Sequence[Executable]) -> str:
+    """What keeps a family from all calls of before that it was made for; empty if nothing does."""
+    found = [family.fixes(each.module.call) for each in kin if each.family is None]
+    return found[0] if found and all(found) else ""

@@ -377,6 +377,17 @@ class Family:
         sizes = self._asked_at[key]
         return same_answers(self._of_arguments, lambda size: sizes[id(size)], call.tensors)
 
+    def fixes(self, call: Call) -> str:
+        """A size or int, for people, that differs in a call and has no symbol; empty if none."""
+        if not self.carries(call):
+            return ""
+        other, terms = self.carrying(call), list(self._terms)
+        for i, kind, dim, place in self._given:
+            fixed = kind == 0 and isinstance(terms[place], int)
+            if fixed and other.tensors[i].shape[dim] != terms[place]:
+                return f"dimension {dim} of {self.call.names[i]}"
+        return ""
+
     def maxima(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
         """The values of the symbols where some sizes are these, and all others as traced."""
         found = []

@@ -91,6 +91,8 @@ def _non_strict(
         with ExitStack() as stack:
             stack.enter_context(buffers_in_place(model, replaced=replaced))
             stack.enter_context(branches.taken(tensors, call.tensors))
+            if places:
+                stack.enter_context(_lengths_symbolic(model))
             if truth_values is not None:
                 stack.enter_context(TruthValues(truth_values))
             if not branches.nested:
@@ -245,16 +247,35 @@ def _types_unasked(model: nn.Module) -> Iterator[None]:
             raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
         return isinstance(value, kinds)
 
-    scopes = [vars(sys.modules[name]) for name in own_modules(model) if name in sys.modules]
-    scopes = [scope for scope in scopes if "isinstance" not in scope]
+    is_tensor = patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor))
+    with _seen_by(model, "isinstance", ask), is_tensor:
+        yield
+
+
+@contextmanager
+def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
+    """Let `len(tensor)` in the model's code be a symbol; Python's own makes an int of it."""
+
+    def length(value: Any) -> Any:
+        sized = isinstance(value, torch.Tensor) and value.dim()
+        return value.shape[0] if sized else len(value)
+
+    with _seen_by(model, "len", length):
+        yield
+
+
+@contextmanager
+def _seen_by(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a builtin function be another one in the model's code, where that has none itself."""
+    scopes = [vars(sys.modules[each]) for each in own_modules(model) if each in sys.modules]
+    scopes = [scope for scope in scopes if name not in scope]
     for scope in scopes:
-        scope["isinstance"] = ask
+        scope[name] = function
     try:
-        with patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor)):
-            yield
+        yield
     finally:
         for scope in scopes:
-            del scope["isinstance"]
+            del scope[name]
 
 
 _MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
