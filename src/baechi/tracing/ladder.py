@@ -120,14 +120,18 @@ def _non_strict(
 
 
 def _truth_values(
-    mode: GradientMode, places: frozenset[Place], model: nn.Module, call: Call
+    mode: GradientMode,
+    branches: EagerBranches,
+    places: frozenset[Place],
+    model: nn.Module,
+    call: Call,
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
     with TruthValues() as values, without_observers(model):
         _run_on_copies(model, call)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, EagerBranches(), model, call, values.recorded, places)
+    return _non_strict(mode, branches, model, call, values.recorded, places)
 
 
 def _run_on_copies(model: nn.Module, call: Call) -> None:
@@ -321,19 +325,25 @@ def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
                 raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
 
 
+_TRUTHS: Final = "truth values of the example"
+
+
 def ladder(
     mode: GradientMode, places: frozenset[Place] = frozenset()
 ) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
     """The rungs, in the order in which they are tried; with symbols for the sizes at `places`."""
     branches = EagerBranches()
-    export = partial(_non_strict, mode, branches, places=places)
-    yield "torch.export (non-strict)", export
+    name, export = "torch.export (non-strict)", partial(_non_strict, mode, branches, places=places)
+    yield name, export
     while branches.give_way():
-        yield f"torch.export (non-strict){branches}", export
+        yield f"{name}{branches}", export
     if not places:  # fx knows no symbols
         yield "module granularity, opaque leaves", partial(_opaque, mode)
-    values = partial(_truth_values, mode, places)
-    yield "torch.export (non-strict), truth values of the example", values
+    branches = EagerBranches()
+    name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
+    yield name, values
+    while branches.give_way():
+        yield f"{name}{branches}", values
 
 
 def own_modules(model: nn.Module) -> set[str]:
@@ -389,6 +399,9 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
     attempts: list[Attempt] = []
     before = Attributes(model)
     for rung, capture in ladder(mode, places):
+        asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
+        if places and _TRUTHS in rung and not asked:
+            continue  # a run on real tensors would say nothing new
         try:
             with quiet(), unchanged(model), ctc_losses_known():
                 with reads_noted(model) as reads:
