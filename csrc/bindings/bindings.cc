@@ -371,6 +371,7 @@ NB_MODULE(_core, m) {
         "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "window"_a, "thresholds"_a,
         "guesses"_a);
   bind_favorites(m);
+  bind_identity(m);
 }
 
 }  // namespace baechi

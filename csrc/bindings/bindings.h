@@ -13,6 +13,9 @@ namespace nb = nanobind;
 // m-SCT's linear program.
 void bind_favorites(nb::module_& m);
 
+// What objects hold.
+void bind_identity(nb::module_& m);
+
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 

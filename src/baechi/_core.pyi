@@ -1,3 +1,5 @@
+from typing import Any
+
 from numpy import float64, int32, int64, uint8
 from numpy.typing import NDArray
 
@@ -150,3 +152,4 @@ def save_transfers(
     tolerance: float,
     max_iterations: int,
 ) -> tuple[list[float], float, float, int]: ...
+def same_contents(holders: list[Any], rows: list[Any]) -> bool: ...

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import placed
 import pytest
@@ -15,6 +15,7 @@ from placed import EXACT, assert_same_values, at_random, lazily, one_thread, ste
 from torch import Tensor, nn
 
 import baechi
+from baechi.runtime.specialization import held_by
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.tracing.guards import CHECK, Attributes
 from baechi.tracing.subgraph import extract
@@ -194,9 +195,12 @@ RECONFIGURED: dict[str, Callable[[Any], Any]] = {
 def test_a_change_of_a_configuration_is_seen(name: str) -> None:
     model = Configured()
     attributes = Attributes(model)
+    held = held_by(model, attributes)
     assert attributes.hold()
+    assert held.are_same()
     RECONFIGURED[name](model)
     assert not attributes.hold()
+    assert not held.are_same()
     assert f"config.{name}" in attributes.changed()
 
 
@@ -230,10 +234,71 @@ def test_what_a_record_is() -> None:
 def test_each_change_is_seen(change: Callable[[nn.Module], None]) -> None:
     model = Model()
     attributes = Attributes(model)
+    held = held_by(model, attributes)
     assert attributes.hold()
+    assert held.are_same()
     change(model)
     assert not attributes.hold()
+    assert not held.are_same()
     assert " was " in attributes.changed()
+
+
+class Kept(nn.Module):
+    """Holds what may change in place."""
+
+    names: ClassVar[set[str]] = {"scale"}
+    order: ClassVar[list[str]] = ["scale"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.steps = ("scale", [1, {"rate": 2.0}])
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "a mode": lambda model: model.layers[1].eval(),
+    "a hook": lambda model: model.layers[0].register_forward_hook(lambda *_: None),
+    "a hook on all modules": lambda _: nn.modules.module.register_module_forward_hook(print),
+    "a submodule": lambda model: model.layers.__setitem__(1, nn.Tanh()),
+    "the order of submodules": lambda model: model.layers.append(model.layers.pop(0)),
+    "a list of the class": lambda model: model.order.append("rate"),
+    "a set of the class": lambda model: model.names.add("rate"),
+    "a dict in a list in a tuple": lambda model: model.steps[1][1].update(rate=3.0),
+    "an element": lambda model: model.steps[1].__setitem__(0, 2),
+    "an attribute of the class": lambda model: setattr(type(model), "order", ["scale"]),
+    "a new attribute": lambda model: setattr(model.layers, "order", 1),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_a_model_holds_is_seen_to_change(name: str) -> None:
+    kind: Any = type("Own", (Kept,), {"order": ["scale"], "names": {"scale"}})
+    model = kind()
+    held = held_by(model, Attributes(model))
+    assert held.are_same()
+    assert held_by(copy.deepcopy(model), Attributes(model)).are_same()
+    change = IN_PLACE[name](model)
+    same = held.are_same()
+    if "hook" in name:
+        change.remove()
+    assert not same
+
+
+def test_a_model_that_is_as_it_was_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at each of its attributes, until it is changed, and then again."""
+    model = Model().eval()
+    module = placed.lazily(model, placer="single", training=False)
+    looks: list[Attributes] = []
+    hold = Attributes.hold
+    monkeypatch.setattr(Attributes, "hold", lambda self: looks.append(self) or hold(self))
+    model.adapters[0].calls = 0
+    for n in range(70):
+        looks.clear()
+        module(X)
+        if n == 40:
+            model.temperature = 2.0
+    assert not looks
+    assert len(module._specializations) == 2
 
 
 def test_the_limit_says_which_attribute_keeps_changing() -> None:

@@ -110,6 +110,9 @@ class Entry:
         Raises:
             InputError: None could be made for such a call before.
         """
+        known = self.specializations.latest(call)
+        if known is not None:
+            return known
         key = self.key(call)
         refused = self.refused.get(key)
         if refused is not None:

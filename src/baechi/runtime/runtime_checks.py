@@ -11,6 +11,7 @@ from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
 from baechi.torch_support.torch_internals import state_of
 from baechi.traced.traced_model import Traced
+from baechi.tracing.held_objects import HeldObjects
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.subgraph import opaque_leaves
 
@@ -84,13 +85,17 @@ class StateGuard:
                     if value is None or id(value) in read:
                         add(holder, key, f"{path}.{key}".lstrip("."))
         self._rows = list(rows.values())
+        self._held = HeldObjects(holder for holder, *_ in self._rows)
+        self._typed = [(row[2], row[3]) for row in self._rows if row[3] is not None]
 
     def check(self) -> None:
-        """Nothing, 100 ns a name.
+        """Nothing, some 30 ns a name where it is as it was.
 
         Raises:
             ExecutionError: One of them was replaced, or cast to another type.
         """
+        if self._held.are_same() and all(t.dtype is dtype for t, dtype in self._typed):
+            return
         for holder, key, value, dtype, name in self._rows:
             if holder.get(key) is not value:
                 raise ExecutionError(

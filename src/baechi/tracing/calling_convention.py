@@ -61,7 +61,7 @@ class Call:
     autocast: Autocast
     objects: tuple[Any, ...] = ()
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
         shapes = tuple((tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors)
@@ -180,6 +180,13 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
+    hooked = any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks"))
+    function = getattr(model.forward, "__func__", None)
+    plain = function is not None and not hooked
+    order = _order(function, len(args), tuple(kwargs or ())) if plain else None
+    if order is not None:
+        given = (*args, *(kwargs or {}).values())
+        return _call(model, (), {name: given[place] for name, place in order})
     signature = _signature_of(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
@@ -188,10 +195,15 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
             "Give what one real call of the model gets."
         ) from None
-    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
+    if hooked:
         positional, named = tuple(args), dict(kwargs or {})
     else:
         positional, named = _canonical_arguments(signature, bound)
+    return _call(model, positional, named)
+
+
+def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
+    """The call with these arguments; raises an `InputError` if a trace could not hold them."""
     parts = Parts(look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
@@ -277,6 +289,24 @@ def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
 @functools.lru_cache(maxsize=64)
 def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(MethodType(function, object()))
+
+
+@functools.lru_cache(maxsize=256)
+def _order(
+    function: Callable[..., Any], n: int, names: tuple[str, ...]
+) -> tuple[tuple[str, int], ...] | None:
+    """The arguments by name, in the signature's order, each with its place among those given.
+
+    These are n without a name and then some with one. None if some have no name in the signature,
+    or they do not fit.
+    """
+    signature = _signature_of_method(function)
+    try:
+        bound = signature.bind(*range(n), **{name: n + i for i, name in enumerate(names)})
+    except TypeError:
+        return None
+    positional, named = _canonical_arguments(signature, bound)
+    return None if positional else tuple(named.items())
 
 
 def _canonical_arguments(

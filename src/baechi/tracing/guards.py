@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from baechi.torch_support.torch_internals import CALL
+from baechi.tracing.held_objects import HeldObjects, containers
 
 _KINDS: Final = ("cpu", "cuda")
 _OURS: Final = ("torch", "baechi")  # whose code is not the model's
@@ -126,6 +127,10 @@ class _Row:
         same = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, _ITSELF)}
         self._values = copy.deepcopy(values, same)
         self._tensors = _tensors(values)
+
+    def values(self) -> Any:
+        """The values that they have now."""
+        return self._read(self.owner)
 
     def holds(self) -> bool:
         """True if all still have their values."""
@@ -244,6 +249,25 @@ class Attributes:
             if owner.get(name) is not was:
                 return False
         return all(row.holds() for row in self._rows)
+
+    def held(self, others: Iterable[Any]) -> HeldObjects:
+        """What everything that these look at holds now, and other holders; unchanged, they hold."""
+        owners = (*(row.owner for row in self._rows), *(names.own for names in self._names))
+        return HeldObjects(
+            (
+                *others,
+                *(owner for owner in owners if isinstance(owner, dict)),
+                *(owner for _, owner, _, _ in self._records),
+                *containers(row.values() for row in self._rows),
+            ),
+            {
+                (id(holder), row.names): (holder, row.names)
+                for row in self._rows
+                if not isinstance(row.owner, dict)
+                # What an object does not have itself is its class's.
+                for holder in [type(row.owner) if hasattr(row.owner, "__dict__") else row.owner]
+            }.values(),
+        )
 
     def changed(self) -> str:
         """One that is not as it was, for people; empty if there is none."""
