@@ -35,7 +35,7 @@ from baechi.tracing.guards import CHECK
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
-from baechi.tracing.workarounds import resized_by_symbols
+from baechi.tracing.workarounds import most_selected, resized_by_symbols
 
 
 @final
@@ -130,6 +130,7 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     symbols = Symbols([*(size for value in given for size in value.shape)])
     with (
         symbols.recording() as environment,
+        most_selected(),
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment) as mode,
     ):
         stand_ins = {
@@ -168,6 +169,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
         with (
             fakes_removed(module) if whole else nullcontext(),
             without_observers(module) if whole else nullcontext(),
+            most_selected(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
         ):
             return _Recorder(module, partial(mode.from_tensor, static_shapes=True)).record(inputs)

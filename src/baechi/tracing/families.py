@@ -286,7 +286,7 @@ class Family:
 
         def change(constant: Any) -> Any:
             nonlocal symbolic
-            if isinstance(constant, torch.SymInt):
+            if isinstance(constant, (torch.SymInt, torch.SymBool)):
                 symbolic = True
                 return _At((self._place(constant),), None)
             if isinstance(constant, torch.Size) and any(isinstance(n, SYMBOLIC) for n in constant):

@@ -132,6 +132,21 @@ def ctc_losses_known() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def most_selected() -> Iterator[None]:
+    """Let fake tensors run `masked_select`: its result is as large as it may be."""
+    kernels = {torch.ops.aten.masked_select.default: _all_selected}
+    with patch.dict(fake_kernels, kernels):
+        yield
+
+
+def _all_selected(
+    _mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    shape = torch.broadcast_shapes(values.shape, mask.shape)
+    return values.new_empty(math.prod(shape))
+
+
 def _ctc_shapes(
     _mode: Any, _func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
