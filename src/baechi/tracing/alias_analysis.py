@@ -193,7 +193,7 @@ _INTS_ALONE: Final = frozenset(
     f"aten.{name}.default"
     for name in (
         *("pad", "constant_pad_nd", "rot90", "as_strided_scatter", "baddbmm", "masked_scatter"),
-        "linalg_solve_triangular",
+        *("linalg_solve_triangular", "im2col", "col2im"),
     )
 )
 
