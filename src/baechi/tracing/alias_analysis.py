@@ -198,6 +198,13 @@ _INTS_ALONE: Final = frozenset(
 )
 
 
+# Operators that C++ makes of others, in which fake tensors of symbolic sizes fail (2.13).
+_PLAINER: Final = {
+    "aten._is_all_true.default": torch.ops.aten.all.default,
+    "aten._is_any_true.default": torch.ops.aten.any.default,
+}
+
+
 @final
 class _Recorder(fx.Interpreter):
     """Runs a graph and writes down what each node does.
@@ -297,7 +304,7 @@ class _Recorder(fx.Interpreter):
             arguments = schema_arguments(target, args, kwargs)
             if any(isinstance(size, SYMBOLIC) for size in arguments["input"].shape):
                 return resized_by_symbols(target, arguments)
-        return super().call_function(target, args, kwargs)
+        return super().call_function(_PLAINER.get(name, target), args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
