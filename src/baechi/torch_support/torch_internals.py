@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,7 +31,8 @@ from torch.utils import _traceback, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
-__all__ += ["RecursiveScriptModule", "TorchDispatchMode", "fake_kernels", "track_tensor_tree"]
+__all__ += ["RecursiveScriptModule", "TorchDispatchMode", "enable_python_dispatcher"]
+__all__ += ["fake_kernels", "track_tensor_tree"]
 
 # The autograd engine.
 
@@ -369,6 +371,12 @@ def below_export() -> Iterator[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
         yield
+
+
+def in_cpp(operator: OpOverload, *args: Any) -> Any:
+    """The result of what C++ makes of an operator; Python makes what those need of others."""
+    with enable_python_dispatcher():
+        return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
 _TORCH: Final = str(Path(torch.__file__).parent)

@@ -20,7 +20,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols, is_backed
@@ -28,6 +27,8 @@ from baechi.torch_support.torch_internals import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    enable_python_dispatcher,
+    in_cpp,
     version_of,
 )
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
@@ -302,8 +303,11 @@ class _Recorder(fx.Interpreter):
         name = str(target)
         if name.startswith("aten.upsample_") and name.endswith(".vec"):
             arguments = schema_arguments(target, args, kwargs)
-            if any(isinstance(size, SYMBOLIC) for size in arguments["input"].shape):
+            if _is_symbolic(arguments["input"]):
                 return resized_by_symbols(target, arguments)
+        if name.startswith(("aten.gru", "aten.rnn_")) and _is_symbolic(args[0]):
+            # In C++ as ever, but for chunks, which it cuts by ints.
+            return in_cpp(target, *args)
         return super().call_function(_PLAINER.get(name, target), args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
@@ -340,6 +344,10 @@ class _Recorder(fx.Interpreter):
         if n.op != "call_function":
             return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
         return _operator_draws(n.target, node_arguments(n))
+
+
+def _is_symbolic(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, SYMBOLIC) for size in tensor.shape)
 
 
 def _is_python(node: fx.Node) -> bool:
