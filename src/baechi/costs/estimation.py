@@ -14,7 +14,7 @@ recurrent layer), the CPU's are counted.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -156,6 +156,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
+        _gradients_kept(whole.values()),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),
@@ -178,6 +179,19 @@ def workloads(traced: Traced) -> dict[str, Workload]:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
                 rows[key] = _count_real(module, nodes)
     return rows
+
+
+@contextlib.contextmanager
+def _gradients_kept(leaves: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Undo what a submodule's own backward, such as that of reversible layers, adds to `.grad`."""
+    kept = [(parameter, parameter.grad) for leaf in leaves for parameter in leaf.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
