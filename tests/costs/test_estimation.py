@@ -348,6 +348,53 @@ def test_what_one_operator_tells_another_need_not_be_a_tensor(measured: bool):
     assert cost.remark == ""
 
 
+class Reversed(torch.autograd.Function):
+    """Runs a layer backward itself, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.branching = nn.Linear(4, 4), Branching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversed.apply(self.branching(x), self.layer)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Reversible()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.first(x))
+        return y.sum()
+
+
+def test_a_backward_that_accumulates_leaves_no_gradient():
+    model = Outer()
+    traced = baechi.trace(model, (torch.randn(2, 4),))
+    kept = torch.ones(4, 4)
+    model.inner.layer.weight.grad = kept
+    baechi.estimate(traced, "cpu")
+    assert model.inner.layer.weight.grad is kept
+    assert torch.equal(kept, torch.ones(4, 4))
+    assert model.inner.layer.bias.grad is None
+
+
 def test_estimating_is_deterministic_and_leaves_the_model_alone():
     model, args, kwargs = zoo.MODELS["resnet_train"]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

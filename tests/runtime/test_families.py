@@ -291,6 +291,8 @@ class Unusual(nn.Module):
         super().__init__()
         self.part = part
         self.inner = nn.Linear(4, 4)
+        self.recurrent = nn.GRU(4, 4, batch_first=True)
+        self.cell = nn.RNNCell(4, 4)
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         x = self.inner(x)
@@ -311,6 +313,10 @@ class Unusual(nn.Module):
             "triangular": lambda: torch.linalg.solve_triangular(
                 x[:, :, None] * x[:, None] + 9 * torch.eye(4), x[:, :, None], upper=False
             ),
+            "selection": lambda: x.masked_select(x > 0).tanh(),
+            "patches": lambda: nn.functional.unfold(x[:, None, None].expand(-1, 2, 3, 4), 2),
+            "recurrent": lambda: self.recurrent(x[:, None].expand(-1, 3, 4))[0],
+            "cell": lambda: self.cell(x),
         }
         return {"x": parts[self.part]()}
 
@@ -318,7 +324,10 @@ class Unusual(nn.Module):
 PARTS = ["truth value", "distribution", "image", "images of a size", "inner graph", "length"]
 
 
-@pytest.mark.parametrize("part", [*PARTS, "one head", "baddbmm", "scatter", "triangular"])
+PARTS += ["one head", "baddbmm", "scatter", "triangular", "selection", "patches", "recurrent"]
+
+
+@pytest.mark.parametrize("part", [*PARTS, "cell"])
 def test_unusual_operators_have_families(part: str) -> None:
     torch.manual_seed(0)
     model = Unusual(part)
@@ -326,6 +335,17 @@ def test_unusual_operators_have_families(part: str) -> None:
     module = lazily(model, placer="round-robin")
     for n in (3, 5, 8, 2):
         x = torch.randn(n, 4)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 2
+    module.unplace()
+
+
+def test_a_selection_of_any_size_joins() -> None:
+    model = Unusual("selection")
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for n, shift in ((3, 0.0), (5, 9.0), (5, -9.0), (8, 0.5)):
+        x = torch.randn(n, 4) * 0.1 + shift
         check_equal(step(module, x), step(unsplit, x))
     assert n_plans(module) == 2
     module.unplace()

@@ -14,7 +14,7 @@ recurrent layer), the CPU's are counted.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -156,7 +156,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
-        _gradients_kept(whole.values()),
+        _gradients_kept(module.model),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),
@@ -182,9 +182,9 @@ def workloads(traced: Traced) -> dict[str, Workload]:
 
 
 @contextlib.contextmanager
-def _gradients_kept(leaves: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Undo what a submodule's own backward, such as that of reversible layers, adds to `.grad`."""
-    kept = [(parameter, parameter.grad) for leaf in leaves for parameter in leaf.parameters()]
+def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a backward of the model's own, such as that of reversible layers, adds."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
     try:

@@ -140,10 +140,8 @@ def most_selected() -> Iterator[None]:
         yield
 
 
-def _all_selected(
-    _mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    shape = torch.broadcast_shapes(values.shape, mask.shape)
+def _all_selected(_mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(values.shape, mask.shape)  # type: ignore[no-untyped-call]
     return values.new_empty(math.prod(shape))
 
 
