@@ -10,10 +10,8 @@ namespace baechi {
 
 namespace nb = nanobind;
 
-// m-SCT's linear program.
+// m-SCT's linear program, and what Python objects hold.
 void bind_favorites(nb::module_& m);
-
-// What objects hold.
 void bind_identity(nb::module_& m);
 
 template <typename T>

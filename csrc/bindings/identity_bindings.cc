@@ -1,4 +1,6 @@
 // Whether Python objects hold what they held, by identity: a look at each, and no comparison.
+#include <algorithm>
+
 #include "bindings/bindings.h"
 
 using namespace nanobind::literals;
@@ -8,22 +10,17 @@ namespace {
 
 bool same_items(PyObject* dict, PyObject* row) {
   if (PyDict_GET_SIZE(dict) * 2 != PyTuple_GET_SIZE(row)) return false;
-  Py_ssize_t position = 0, next = 0;
-  PyObject *key, *value;
-  while (PyDict_Next(dict, &position, &key, &value)) {
-    if (PyTuple_GET_ITEM(row, next) != key || PyTuple_GET_ITEM(row, next + 1) != value) return false;
-    next += 2;
+  PyObject **next = PySequence_Fast_ITEMS(row), *key, *value;
+  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
+    if (*next++ != key || *next++ != value) return false;
   }
   return true;
 }
 
 bool same_elements(PyObject* list, PyObject* row) {
-  const Py_ssize_t size = PyTuple_GET_SIZE(row);
-  if (PyList_GET_SIZE(list) != size) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (PyList_GET_ITEM(list, i) != PyTuple_GET_ITEM(row, i)) return false;
-  }
-  return true;
+  PyObject** first = PySequence_Fast_ITEMS(row);
+  return PyList_GET_SIZE(list) == PyTuple_GET_SIZE(row) &&
+         std::equal(first, first + PyTuple_GET_SIZE(row), PySequence_Fast_ITEMS(list));
 }
 
 bool same_attributes(PyObject* object, PyObject* row) {
@@ -39,8 +36,7 @@ bool same_attributes(PyObject* object, PyObject* row) {
 // Each row is what a holder held: keys and values of a dict, elements of a list, names and values
 // of another object's attributes, or an equal frozenset of a set.
 bool same_contents(const nb::list& holders, const nb::list& rows) {
-  const Py_ssize_t size = PyList_GET_SIZE(holders.ptr());
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(holders.ptr()); ++i) {
     PyObject* holder = PyList_GET_ITEM(holders.ptr(), i);
     PyObject* row = PyList_GET_ITEM(rows.ptr(), i);
     const bool same = PyDict_Check(holder)     ? same_items(holder, row)
@@ -54,6 +50,8 @@ bool same_contents(const nb::list& holders, const nb::list& rows) {
 
 }  // namespace
 
-void bind_identity(nb::module_& m) { m.def("same_contents", &same_contents, "holders"_a, "rows"_a); }
+void bind_identity(nb::module_& m) {
+  m.def("same_contents", &same_contents, "holders"_a, "rows"_a);
+}
 
 }  // namespace baechi
