@@ -48,7 +48,7 @@ class Specializations:
     def latest(self, call: Call) -> Executable | None:
         """The one found before for such a call, if all objects of the model are those of then.
 
-        Takes some 20 ns a module, where `find` takes 1 us.
+        Takes some 0.2 us a module, where `find` takes 1 us.
         """
         special = self._latest.get(call.key)
         if special is None or not special.takes(call):
