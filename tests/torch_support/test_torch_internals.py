@@ -260,6 +260,14 @@ def test_recording_below_an_export() -> None:
     assert any("held" in name or "custom_autograd" in name for name in names)
 
 
+def test_a_composite_operator_in_cpp() -> None:
+    cell = nn.GRUCell(3, 4)
+    x, hidden = torch.randn(2, 3), torch.randn(2, 4)
+    weights = (cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+    operator: Any = torch.ops.aten.gru_cell.default
+    assert torch.equal(internals.in_cpp(operator, x, hidden, *weights), cell(x, hidden))
+
+
 def test_classes_with_operators_of_their_own() -> None:
     class Own(torch.Tensor):
         @classmethod
