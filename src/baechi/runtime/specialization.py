@@ -2,10 +2,9 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from operator import itemgetter
 from threading import Condition, get_ident
 from typing import Any, Final, final
 
@@ -51,10 +50,8 @@ class Specializations:
         Takes some 0.2 us a module, where `find` takes 1 us.
         """
         special = self._latest.get(call.key)
-        if special is None or not special.takes(call):
-            return None
-        _, held = self._held[special]
-        if held is None or not held.are_same():
+        _, held = (0, None) if special is None else self._held[special]
+        if special is None or held is None or not held.are_same() or not special.takes(call):
             return None
         self._used[special] = next(self._clock)
         return special
@@ -168,42 +165,43 @@ class Specializations:
 
 def held_by(model: nn.Module, attributes: Attributes) -> HeldObjects:
     """What a model holds now: modules, modes, hooks, and what its attributes look at."""
-    modules = [vars(module) for module in model.modules()]
-    inside = (own[name] for own in modules for name in ("_modules", *HOOKS))
-    everywhere = (hooks_of(None, kind) for kind in HOOKS)
-    return attributes.held((*everywhere, *modules, *inside))
+    modules = list(model.modules())
+    return attributes.held((*map(vars, modules), *_submodules_and_hooks(modules)))
 
 
-_STATE: Final = itemgetter("training", "_modules", *HOOKS)
+_STATE: Final = ("training", "_modules", *HOOKS)
+
+
+def _submodules_and_hooks(modules: Iterable[nn.Module]) -> Iterator[dict[Any, Any]]:
+    """The dicts in which modules have them, and those of the hooks on all modules."""
+    yield from (hooks_of(None, kind) for kind in HOOKS)
+    yield from (vars(module)[name] for module in modules for name in _STATE[1:])
 
 
 @final
 class ModuleKind:
     """The submodules, modes and hooks of a module, as a number that is equal for equal ones.
 
-    What it was for before is compared with what is there in 0.2 us a submodule.
+    What it was for before is compared by identity.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._numbers: dict[Any, int] = {}
-        self._owners: list[dict[str, Any]] = []
-        self._rows: list[Any] = []
+        self._held: HeldObjects | None = None
         self._number = -1
 
     def now(self) -> int:
         """The number of what is there now."""
-        everywhere = [hooks_of(None, kind) for kind in HOOKS]
-        if [everywhere, *map(_STATE, self._owners)] == self._rows:
+        if self._held is not None and self._held.are_same():
             return self._number
         modules = tuple(self._module.modules())
         hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
         modes = tuple(module.training for module in modules)
         kind = (modules, modes, tuple(tuple(row) for row in hooks if row))
         self._number = self._numbers.setdefault(kind, len(self._numbers))
-        self._owners = [vars(module) for module in modules]
-        copies = ((mode, *map(dict, rest)) for mode, *rest in map(_STATE, self._owners))
-        self._rows = [list(map(dict, everywhere)), *copies]
+        state = ((module, _STATE) for module in modules)
+        self._held = HeldObjects(_submodules_and_hooks(modules), state)
         return self._number
 
 

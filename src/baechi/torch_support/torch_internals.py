@@ -373,8 +373,8 @@ def below_export() -> Iterator[None]:
         yield
 
 
-def in_cpp(operator: OpOverload, *args: Any) -> Any:
-    """The result of what C++ makes of an operator; Python makes what those need of others."""
+def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
+    """The result of an operator's decomposition in C++, whose parts may be decomposed in Python."""
     with enable_python_dispatcher():
         return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 

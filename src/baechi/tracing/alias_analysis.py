@@ -27,8 +27,8 @@ from baechi.torch_support.torch_internals import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    decomposed_in_cpp,
     enable_python_dispatcher,
-    in_cpp,
     version_of,
 )
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
@@ -199,8 +199,8 @@ _INTS_ALONE: Final = frozenset(
 )
 
 
-# Operators that C++ makes of others, in which fake tensors of symbolic sizes fail (2.13).
-_PLAINER: Final = {
+# Operators whose decompositions in C++ fail on fake tensors of symbolic sizes (2.13).
+_EQUIVALENT: Final = {
     "aten._is_all_true.default": torch.ops.aten.all.default,
     "aten._is_any_true.default": torch.ops.aten.any.default,
 }
@@ -306,9 +306,9 @@ class _Recorder(fx.Interpreter):
             if _is_symbolic(arguments["input"]):
                 return resized_by_symbols(target, arguments)
         if name.startswith(("aten.gru", "aten.rnn_")) and _is_symbolic(args[0]):
-            # In C++ as ever, but for chunks, which it cuts by ints.
-            return in_cpp(target, *args)
-        return super().call_function(_PLAINER.get(name, target), args, kwargs)
+            # The C++ of these cuts chunks by ints, which Python does by symbols.
+            return decomposed_in_cpp(target, *args)
+        return super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)

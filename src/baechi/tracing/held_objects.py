@@ -1,4 +1,4 @@
-"""What Python objects hold, compared by identity: some nanoseconds for each thing held."""
+"""Contents of Python objects, compared by identity: some nanoseconds for each element."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, final
@@ -8,10 +8,10 @@ from baechi._core import same_contents
 
 @final
 class HeldObjects:
-    """What dicts, lists, sets and other objects hold now.
+    """The elements of dicts, lists and sets, and attributes of other objects, as they are now.
 
-    Equal things that are not the very ones count as others, but for elements of sets. What a thing
-    holds that is held counts where it is among the holders itself.
+    An equal element that is not the very same object counts as another one, except in sets. What an
+    element holds itself does not count, unless it is among the holders, too.
 
     Args:
         holders: Dicts, lists and sets.
