@@ -14,7 +14,7 @@ recurrent layer), the CPU's are counted.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -34,7 +34,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import map_tensors, tensors_in
-from baechi.tracing.side_effects import fakes_removed
+from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import leaf_copies, opaque_leaves
 from baechi.validation import check_is
 
@@ -156,7 +156,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
-        _gradients_kept(module.model),
+        gradients_kept(module.model),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),
@@ -179,19 +179,6 @@ def workloads(traced: Traced) -> dict[str, Workload]:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
                 rows[key] = _count_real(module, nodes)
     return rows
-
-
-@contextlib.contextmanager
-def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Undo what a backward of the model's own, such as that of reversible layers, adds."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
 
 
 def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:

@@ -30,6 +30,7 @@ from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
+from baechi.tracing.side_effects import gradients_kept
 from baechi.validation import check_positive
 
 _WARM_UP: Final = 2
@@ -230,15 +231,12 @@ class _Clock:
 @contextlib.contextmanager
 def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
     """Puts gradients, buffers and the random state back."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gpus = sorted({place.index for place in places if place.type == "cuda"})
-    with torch.random.fork_rng(gpus):
+    with torch.random.fork_rng(gpus), gradients_kept(model):
         try:
             yield
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

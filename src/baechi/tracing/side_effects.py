@@ -254,6 +254,22 @@ _WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
 
 
 @contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Run backwards inside; the gradients of parameters are those of before in the end.
+
+    A backward of the model's own, such as that of reversible layers, may add to them, too.
+    """
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
 def fakes_removed(model: nn.Module) -> Iterator[None]:
     """Run the model's Python on a tracer's tensors inside; none of them is left in it after that.
 
