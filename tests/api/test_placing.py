@@ -141,7 +141,7 @@ def test_all_is_planned_and_measured_in_any_mode_of_the_caller(mode: Any) -> Non
 
 
 def test_the_limit_of_shapes_is_told() -> None:
-    placed = baechi.place(model(), DEVICES, progress=False, max_shapes=1)
+    placed = baechi.place(model(), DEVICES, progress=False, max_shapes=1, dynamic=False)
     placed(torch.randn(2, 8))
     with pytest.warns(UserWarning, match=r"1 families.*\[3, 8\].*was \[2, 8\].*max_shapes"):
         placed(torch.randn(3, 8))

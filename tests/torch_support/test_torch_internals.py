@@ -328,3 +328,19 @@ def test_while_exporting_code_is_generated_when_it_is_called() -> None:
         assert "relu" in module.code
     module.recompile()
     assert module(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+
+
+def test_what_keeps_attention_from_its_fused_kernel_in_a_trace() -> None:
+    owner, name = internals.TRACER_CHECK
+    seen: list[bool] = []
+
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(getattr(owner, name)())
+            return x * 2
+
+    x = torch.ones(2)
+    torch.export.export(Module(), (x,))
+    Module()(x)
+    assert seen[0]
+    assert not seen[-1]

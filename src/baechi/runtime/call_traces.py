@@ -55,7 +55,11 @@ class CallTraces:
             elif fixed := _fixed(family, kin):
                 reason = f"forward or an operator fixes {fixed}, as range(size) does"
             else:
-                same = [is_same(traced, each.traced) for each in kin if each.family is None]
+                same = [
+                    is_same(traced, each.traced)
+                    for each in kin
+                    if each.family is None and each.module.gradients is traced.module.gradients
+                ]
                 if True not in same:
                     static = ladder.trace(model, args, kwargs)
                     same.append(is_same(traced, static))

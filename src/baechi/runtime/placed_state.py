@@ -302,7 +302,7 @@ class PlacedState:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, kin, self.homes)
-            entry.specializations.make_room(self._limit, entry.module, call)
+            entry.specializations.make_room(entry.key(call), call, special, self._limit)
         except BaseException as error:
             if self.latest is not None:
                 self.latest.settle()

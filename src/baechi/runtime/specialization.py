@@ -109,14 +109,23 @@ class Specializations:
         """Those made for calls like this one but for its arguments, the latest first."""
         return tuple(s for s in reversed(self._used) if self._kind[s] == key[1:])
 
-    def make_room(self, limit: int, model: nn.Module, call: Call) -> None:
-        """Drop the least recently used for one more, with a warning the first time."""
+    def make_room(self, key: Any, call: Call, special: Executable, limit: int) -> None:
+        """Drop what one more makes needless, and the least recently used at the limit.
+
+        A family comes instead of those for one shape each whose calls it takes. The first time that
+        another is dropped, there is a warning.
+        """
+        for other in self.kin(key):
+            fixed = other.family is None and other.attributes.hold()
+            if fixed and special.joined(other.module.call) is not None:
+                self._forget(other)
         while len(self) >= limit:
-            special = min(self._used, key=self._used.__getitem__)
+            oldest = min(self._used, key=self._used.__getitem__)
             if not self._warned:
                 self._warned = True
-                warnings.warn(self._dropped(special, model, call, limit), stacklevel=5)
-            self._forget(special)
+                model = special.module.model
+                warnings.warn(self._dropped(oldest, model, call, limit), stacklevel=5)
+            self._forget(oldest)
 
     def _forget(self, special: Executable) -> None:
         # Its workers end with it: a graph whose backward is still to come may hold it.

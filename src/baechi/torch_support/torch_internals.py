@@ -379,6 +379,8 @@ def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
         return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
+# By which `nn.MultiheadAttention` avoids its fused kernel in a trace.
+TRACER_CHECK: Final = (nn.modules.activation, "_is_make_fx_tracing")
 _TORCH: Final = str(Path(torch.__file__).parent)
 
 

@@ -181,6 +181,14 @@ _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
 _UNKNOWN: Final = ("rand", "bernoulli", "geometric", "multinomial", "empty", "new_empty", "resize")
 _UNKNOWN_TOO: Final = ("as_strided", "set_", "__get__", "__set__")
+# Functions that make and move floats and round none, for masks of zeros and -inf.
+_EXACT: Final = frozenset(
+    (
+        *("full", "zeros", "ones", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros"),
+        *("triu", "tril", "triu_", "tril_", "masked_fill", "masked_fill_", "where", "fill_"),
+        *("expand", "expand_as", "unsqueeze", "view", "reshape", "repeat", "__getitem__", "to"),
+    )
+)
 _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of long sequences
 
 
@@ -243,12 +251,13 @@ class KnownValues(TorchFunctionMode):
                 self.questions.append(Question(recipe, answer))
             return answer
         result = func(*args, **kwargs)
-        if given is not None and any(map(_is_knowable, _rows(result))):
+        knowable = _is_exact if getattr(func, "__name__", "") in _EXACT else _is_knowable
+        if given is not None and any(map(knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
                 values, recipe = _computed(func, leaves, given)
                 rows = zip(_rows(result), _rows(values), strict=True)
                 for place, (row, value) in enumerate(rows):
-                    if _is_knowable(row) and _form(value) == _form(row):
+                    if knowable(row) and _form(value) == _form(row):
                         how = None if recipe is None else _Made(recipe, place)
                         self._known[row] = (version_of(row), value, how)
         return result
@@ -472,7 +481,12 @@ def _rows(result: Any) -> list[Any]:
 
 
 def _is_knowable(result: Any) -> bool:
-    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
+    return _is_exact(result) and not result.is_floating_point()
+
+
+def _is_exact(result: Any) -> bool:
+    """True if a tensor has values that every device has, where its function does not round."""
+    if not isinstance(result, torch.Tensor) or result.is_complex():
         return False
     sizes = list(result.shape)  # of what depends on values they have no hint
     return all(map(is_backed, sizes)) and math.prod(map(hint, sizes)) <= _MOST

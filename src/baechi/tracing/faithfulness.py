@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import TraceError
 from baechi.torch_support.torch_internals import (
+    TRACER_CHECK,
     FakeTensor,
     FunctionBase,
     RecursiveScriptModule,
@@ -144,6 +145,9 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
+        # Layers ask both to choose torch's fused kernels, which an eager run takes.
+        replace(torch.overrides, "has_torch_function", _overridden)
+        replace(*TRACER_CHECK, _untraced)
         replace(inference_mode, "__enter__", _enter_no_grad)
         replace(inference_mode, "__exit__", _exit_no_grad)
         stack.enter_context(mode.watched())
@@ -222,6 +226,17 @@ def _unnested(
                 "enable_nested_tensor=False"
             )
     return own(encoder, src, mask, src_key_padding_mask, is_causal)
+
+
+def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:
+    """False to torch's layers: the tracer is no override."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return not str(caller).startswith("torch.nn.modules.") and own(tensors)
+
+
+def _untraced(own: Callable[[], bool]) -> bool:
+    del own
+    return False
 
 
 def _saving(own: Callable[[Any], Any], hooks: Any) -> Any:

@@ -379,7 +379,7 @@ class Family:
 
     def fixes(self, call: Call) -> str:
         """A size or int, for people, that differs in a call and has no symbol; empty if none."""
-        if not self.carries(call):
+        if not self.carries(call) or _changes(self.call, self.carrying(call)) is None:
             return ""
         other, terms = self.carrying(call), list(self._terms)
         for i, kind, dim, place in self._given:

@@ -95,8 +95,9 @@ class GradientMode:
         own, tracer = torch.is_grad_enabled, threading.get_ident()
 
         def is_grad_enabled() -> bool:
-            caller = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-            if threading.get_ident() != tracer or caller in _OURS:
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            ours = caller.partition(".")[0] in _OURS and not caller.startswith("torch.nn.modules.")
+            if threading.get_ident() != tracer or ours:
                 return own()
             return self.read() and own()
 

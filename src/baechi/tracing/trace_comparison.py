@@ -1,6 +1,6 @@
 """Comparison of a trace with symbolic sizes with one without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -35,7 +35,9 @@ def is_same(traced: Traced, other: Traced) -> bool | None:
 def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any, ...]]:
     """Every node that yields or does more than a number, with its arguments and effects.
 
-    Of the arguments the first that are given; the others carry numbers.
+    Of the arguments the first that are given; the others carry numbers. Strides do not count:
+    operators choose them when they run, and with symbols torch may take another memory format for
+    a pooled map of 1 x 1. What follows from them counts: other operators, or other storages.
     """
     carriers = module.graph.find_nodes(op="placeholder")[given:]
     names: dict[fx.Node, str] = {}
@@ -65,13 +67,8 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             continue
         arguments = fx.node.map_arg(_arguments(node, facts), show)
         values = tuple(
-            (
-                storages.setdefault(v.storage, len(storages)),
-                v.shape,
-                _steps(v.shape, v.stride),
-                v.dtype,
-            )
-            for v in fact.values
+            (storages.setdefault(value.storage, len(storages)), value.shape, value.dtype)
+            for value in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
         target = "" if node.op == "placeholder" else _target(node)
@@ -96,11 +93,6 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
             if not isinstance(arg, fx.Node) or arg.op == "get_attr" or facts.nodes[arg].values
         ]
     return node.args, dict(node.kwargs)
-
-
-def _steps(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides that count: nothing steps along a dimension of one."""
-    return tuple(step for size, step in zip(shape, stride, strict=False) if size != 1)
 
 
 def _target(node: fx.Node) -> str:
