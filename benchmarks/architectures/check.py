@@ -6,6 +6,7 @@ With `--sizes`, batches of other sizes follow, which the first plan does not tak
 """
 
 import copy
+import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from benchmarks.architectures.catalog import example
+from benchmarks.architectures.plain import PLAIN
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -97,10 +99,11 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return row
 
 
-def check_sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def check_sizes(name: str) -> dict[str, Any]:
     """What happened in calls of several batch sizes, with the plans that they took."""
     row: dict[str, Any] = {"plans": [], "problems": [], "remarks": [], "skipped": []}
-    calls = [_resized((args, kwargs), batch) for batch in (None, 3, 5, 4)]
+    model, *call = example(name)
+    calls = [call, *(_resized(name, call, batch) for batch in (3, 5, 4))]
     for training, seed in ((True, 1), (False, 3)):
         own = copy.deepcopy(model).train(training)
         with torch_threads(1), torch.set_grad_enabled(training):
@@ -147,16 +150,25 @@ def _call_each(
     placed.unplace()
 
 
-def _resized(call: Any, batch: int | None) -> Any:
+# Their arguments' first sizes differ: several texts or patches for an image. A call of more of
+# them is the same call several times.
+_REPEATED = {"OwlViTForObjectDetection", "Qwen2VLForConditionalGeneration"}
+
+
+def _resized(name: str, call: Any, batch: int) -> Any:
     """The arguments with another batch, of tensors whose first size is the first one's."""
-    tensors = tensors_in(call)
-    own = next((t.shape[0] for t in tensors if t.dim()), None)
-    if batch is None or own is None:
-        return call
-    rows = torch.arange(batch) % own
+    if name in PLAIN and inspect.signature(PLAIN[name]).parameters:
+        return PLAIN[name](batch)[1:]
+    own = next((tensor.shape[0] for tensor in tensors_in(call) if tensor.dim()), None)
 
     def change(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != own:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        if name in _REPEATED:
+            rows = torch.arange(batch * len(value)) % len(value)
+        elif len(value) == own:
+            rows = torch.arange(batch) % own
+        else:
             return value
         return value.detach()[rows].requires_grad_(value.requires_grad)
 
@@ -196,5 +208,6 @@ def _place(
 
 
 if __name__ == "__main__":
-    _check = check_sizes if "--sizes" in sys.argv else check
-    print(json.dumps({"name": sys.argv[1], **_check(*example(sys.argv[1]))}))
+    _name = sys.argv[1]
+    _row = check_sizes(_name) if "--sizes" in sys.argv else check(*example(_name))
+    print(json.dumps({"name": _name, **_row}))

@@ -44,7 +44,6 @@ from benchmarks.architectures.plain_sequences import (
     Complex,
     Experts,
     Loop,
-    LSTMs,
     Seq2Seq,
     SkippingExperts,
     Ssm,
@@ -53,10 +52,11 @@ from benchmarks.architectures.plain_sequences import (
     dlrm,
     edges,
     padding,
+    sequences,
 )
 from benchmarks.architectures.small import Example
 
-PLAIN: dict[str, Callable[[], Example]] = {
+PLAIN: dict[str, Callable[..., Example]] = {
     "unet": lambda: (UNet(), (torch.randn(2, 3, 16, 16),), {}),
     "channels_last": channels_last,
     "gan": lambda: (GAN(), (torch.randn(4, 8), torch.randn(4, 48)), {}),
@@ -70,7 +70,7 @@ PLAIN: dict[str, Callable[[], Example]] = {
         (torch.randint(1, 50, (2, 6)), torch.randint(1, 50, (2, 5))),
         {"teacher": False},
     ),
-    "lstms": lambda: (LSTMs(), (torch.randn(5, 3, 8), torch.tensor([5, 2, 3])), {}),
+    "lstms": sequences,
     "graph_conv": edges,
     "dlrm": dlrm,
     "mixer": lambda: (Mixer(), (torch.randn(2, 3, 32, 32),), {}),

@@ -251,14 +251,20 @@ class Complex(nn.Module):
         return torch.view_as_real(q * self.freqs).flatten(-2)
 
 
-def edges() -> Example:
-    return GraphConv(), (torch.randn(9, 8), torch.randint(0, 9, (2, 20)), torch.arange(9) // 3), {}
+def sequences(batch: int = 3) -> Example:
+    return LSTMs(), (torch.randn(5, batch, 8), torch.tensor([5, 2, 3]).repeat(2)[:batch]), {}
 
 
-def dlrm() -> Example:
-    indices = [torch.randint(0, 20, (10,)) for _ in range(3)]
-    offsets = [torch.tensor([0, 3, 5, 8]) for _ in range(3)]
-    return DLRM(), (torch.randn(4, 4), indices, offsets), {}
+def edges(batch: int = 3) -> Example:
+    nodes = 3 * batch
+    pairs = torch.randint(0, nodes, (2, 7 * batch - 1))
+    return GraphConv(), (torch.randn(nodes, 8), pairs, torch.arange(nodes) // batch), {}
+
+
+def dlrm(batch: int = 4) -> Example:
+    indices = [torch.randint(0, 20, (2 * batch + 2,)) for _ in range(3)]
+    offsets = [torch.arange(batch) * 2 for _ in range(3)]
+    return DLRM(), (torch.randn(batch, 4), indices, offsets), {}
 
 
 def padding() -> Tensor:
