@@ -1,6 +1,6 @@
 """A traced model bound to a placement and to torch devices: what one call runs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Final, final
@@ -59,6 +59,7 @@ class Executable:
         family: The calls of other sizes that it runs, too; None if there are none.
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
+        unsplit_on: The device of all, if the model itself runs in place of the program.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -85,6 +86,8 @@ class Executable:
         self.module = module
         self.family = module.family
         self.admission: Admission | None = None
+        self.unsplit_on: torch.device | None = None
+        self.wants_gradients = True
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
@@ -159,6 +162,15 @@ class Executable:
     def warm_up(self) -> int:
         """After how many calls of a kind all that can be a CUDA graph is one."""
         return 0 if self.graphs is None else WARM_UP + 1
+
+    def unsplit(
+        self, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The result of the model itself, which `plain` calls."""
+        if self.wants_gradients:
+            return plain(*args, **kwargs)
+        with torch.no_grad():
+            return plain(*args, **kwargs)
 
     @property
     def is_settled(self) -> bool:

@@ -8,6 +8,9 @@ placed step have plans of their own, around the weights where earlier calls put 
       trace, step, backward    no entry: in these threads every part runs as it is
 
 What has no plan, as no tracer takes it or it does not fit, runs unsplit, which it says once.
+
+A plan that leaves all on one device, and asks nothing of the runtime, runs the model itself: calls
+like one before find that by a glance at their arguments.
 """
 
 import warnings
@@ -19,7 +22,13 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import nn
 
-from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
+from baechi.errors import (
+    BaechiError,
+    ExecutionError,
+    InputError,
+    NotSpecializedError,
+    TraceError,
+)
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, ModuleKind, Specializations
@@ -37,10 +46,15 @@ from baechi.tracing.pytrees import tensors_in
 
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
+_MOST_GLANCES: Final = 4096  # kinds of calls that run the model itself
 
 
 class Specialize(Protocol):
     """What makes specializations."""
+
+    @property
+    def needs_runtime(self) -> bool:
+        """True if an option asks for what only the runtime does."""
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """The one among those for such calls whose family takes this one, too, if it fits."""
@@ -78,7 +92,7 @@ class Entry:
         # Whoever compiles a part compiles what it is.
         if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
             return self.plain(*args, **kwargs)
-        return self._state.run(self, args, kwargs)
+        return self._state.run(self, args, kwargs, self.plain)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nothing: a copy of a part is not placed."""
@@ -156,8 +170,8 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_limit", "_settled", "_specialize", "_unsplit", "entries", "homes", "latest", "loaded"),
-        *("lock", "measured", "meter", "model", "origins", "places", "root"),
+        *("_glances", "_limit", "_settled", "_specialize", "_unsplit", "entries", "homes"),
+        *("latest", "loaded", "lock", "measured", "meter", "model", "origins", "places", "root"),
     )
 
     def __init__(
@@ -175,6 +189,7 @@ class PlacedState:
         self.entries: dict[nn.Module, Entry] = {}  # of the parts
         self.latest: Executable | None = None
         self._settled: set[Executable] = set()  # whose weights are where they need them
+        self._glances: dict[Any, Executable] = {}  # of calls that run the model itself
         # Of each tensor in the first plan that had it, whatever became of that: optimizers' state
         # is there.
         self.homes: dict[torch.Tensor, int] = {}
@@ -208,6 +223,8 @@ class PlacedState:
         if self.latest is None:
             raise NotSpecializedError(
                 "this module is not specialized yet: call it once, or give `place` example_args."
+                if not self.root.is_told
+                else self._unsplit[0]
             )
         return self.latest
 
@@ -241,14 +258,29 @@ class PlacedState:
         """Those of the latest call, and of the parts that ran unsplit."""
         return (*self.current.remarks, *self._unsplit)
 
-    def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own result, computed on its devices.
+    def run(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: Callable[..., Any],
+    ) -> Any:
+        """The module's own result, computed on its devices; `plain` is its own call.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
+        glance = self._glance(args, kwargs) if entry is self.root else None
+        known = self._glances.get(glance)
+        if known is not None and known in self._settled and self.meter is None:
+            self.latest = known
+            self.lock.enter()
+            try:
+                return known.unsplit(plain, args, kwargs)
+            finally:
+                self.lock.leave()
         failure, special = "", None
         with self.lock.side_by_side():
             try:
@@ -261,22 +293,62 @@ class PlacedState:
                 if special is not None and (special in self._settled or special.is_settled):
                     self._settled.add(special)
                     self.latest = special
-                    return special(call, self.meter)
+                    return self._result(special, call, (args, kwargs), plain, glance)
         if not failure:
             try:
                 special = self.special(entry, call)
             except BaechiError as error:
                 failure = self._excuse(entry, error)
         if failure or special is None:
-            return self._whole(entry, failure, args, kwargs)
+            return self._whole(entry, failure, args, kwargs, plain)
         with self.lock.side_by_side():
-            return special(call, self.meter)
+            return self._result(special, call, (args, kwargs), plain, glance)
 
     def _excuse(self, entry: Entry, error: BaechiError) -> str:
-        """Why a part has no plan; the model itself has to have one."""
-        if entry is self.root:
+        """Why a part has no plan. The model itself has to have one, where it can be split."""
+        if entry is self.root and not (self._is_alone and isinstance(error, TraceError)):
             raise error
         return str(error)
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if there is one device, and the model on it can run as it is."""
+        planner, tensors = self._specialize, self._tensors()
+        free = planner is not None and not planner.needs_runtime
+        return free and len(self.places) == 1 and not any(t.is_meta for t in tensors)
+
+    def _result(
+        self,
+        special: Executable,
+        call: Call,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        plain: Callable[..., Any],
+        glance: Any,
+    ) -> Any:
+        """The module's own result, by its program or by itself."""
+        home = special.unsplit_on
+        if home is None or self.meter or any(tensor.device != home for tensor in call.tensors):
+            return special(call, self.meter)
+        if glance is not None:
+            if len(self._glances) >= _MOST_GLANCES:
+                self._glances.clear()
+            self._glances[glance] = special
+        return special.unsplit(plain, *given)
+
+    def _glance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Equal for calls whose arguments are alike; None if one is more than a tensor or number.
+
+        Some 5 us.
+        """
+        row: list[Any] = [torch.is_grad_enabled(), self.model.training, *kwargs]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                row.append((value.shape, value.dtype, value.device))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                row.append((type(value), value))
+            else:
+                return None
+        return tuple(row)
 
     def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet."""
@@ -321,17 +393,22 @@ class PlacedState:
         self.latest = special
 
     def _whole(
-        self, entry: Entry, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        entry: Entry,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: Callable[..., Any],
     ) -> Any:
         """The result of a part that has no plan, on the device of its first argument."""
         own = [*entry.module.parameters(), *entry.module.buffers()]
-        home = next((tensor.device for tensor in tensors_in((args, kwargs))), own[0].device)
+        home = next((tensor.device for tensor in tensors_in((args, kwargs))), self.places[0])
         if not entry.is_told:
             entry.is_told = True
-            text = (
-                f"{entry.path} of the placed {type(self.model).__name__} was called from outside "
-                f"of its forward and ran unsplit, on {home}: {reason}"
-            )
+            what = f"the placed {type(self.model).__name__}"
+            if entry.path:
+                what = f"{entry.path} of {what} was called from outside of its forward and"
+            text = f"{what} ran unsplit, on {home}: {reason}"
             self._unsplit.append(text)
             warnings.warn(text, stacklevel=4)
         with self.lock.alone():
@@ -339,14 +416,21 @@ class PlacedState:
                 self._settled.clear()
                 for tensor in own:
                     move(tensor, home)
-            return entry.plain(*args, **kwargs)
+            return plain(*args, **kwargs)
 
     def cover(self) -> None:
-        """Make an entry of every part with weights that the model has now, and of no other."""
+        """Make an entry of every part with weights that the model has now, and of no other.
+
+        While the model itself runs its parts do, too.
+        """
+        specials = list(self.root.specializations)
+        split = not specials or not all(special.unsplit_on for special in specials)
         parts = {
             module: path
             for path, module in self.model.named_modules()
-            if path and next(chain(module.parameters(), module.buffers()), None) is not None
+            if split
+            and path
+            and next(chain(module.parameters(), module.buffers()), None) is not None
         }
         for module in self.entries.keys() - parts.keys():
             self._drop(self.entries.pop(module))
@@ -390,11 +474,16 @@ class PlacedState:
         self.close()
         self.homes.clear()
         self._settled.clear()
+        self._glances.clear()
         for entry in self._all_entries:
             entry.forget()
         self.latest = None
         devices = (device for _, device in self.origins)
         self.origins = list(zip(self._tensors(), devices, strict=False))
+
+    def unsettle(self) -> None:
+        """Take note that weights have moved."""
+        self._settled.clear()
 
     def close(self) -> None:
         """Stop the workers."""

@@ -1,7 +1,6 @@
 """Placed models by shape of call, and the lock under which a new one is made."""
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -224,8 +223,9 @@ class CallLock:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._calls: Counter[int] = Counter()  # by thread
+        self._calls: dict[int, int] = {}  # by thread
         self._planner: int | None = None
+        self._waiting = 0  # planners
 
     @property
     def is_mine(self) -> bool:
@@ -233,32 +233,61 @@ class CallLock:
         me = get_ident()
         return me in self._calls or self._planner == me
 
+    # A caller first says that it calls and then looks for a planner; a planner does the reverse, so
+    # one of the two sees the other. Without a planner no caller takes a lock.
+
+    def enter(self) -> None:
+        """Begin a call, when no other thread plans."""
+        me, calls = get_ident(), self._calls
+        while True:
+            calls[me] = calls.get(me, 0) + 1
+            if self._planner is None or self._planner == me:
+                return
+            self.leave()
+            with self._changed:
+                self._changed.wait_for(lambda: self._planner is None)
+
+    def leave(self) -> None:
+        """End a call."""
+        me, calls = get_ident(), self._calls
+        if calls[me] > 1:
+            calls[me] -= 1
+            return
+        del calls[me]
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+
     @contextmanager
     def side_by_side(self) -> Iterator[None]:
-        """Run the block when no thread plans."""
-        me = get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._planner in (None, me))
-            self._calls[me] += 1
+        """Run the block when no other thread plans."""
+        self.enter()
         try:
             yield
         finally:
-            with self._changed:
-                self._calls[me] -= 1
-                if not self._calls[me]:
-                    del self._calls[me]
-                    self._changed.notify_all()
+            self.leave()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Run the block when no other thread calls or plans."""
         me = get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: self._planner is None and not self._calls.keys() - {me})
-            self._planner = me
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._is_planner(me))
+            self._waiting -= 1
         try:
             yield
         finally:
             with self._changed:
                 self._planner = None
                 self._changed.notify_all()
+
+    def _is_planner(self, me: int) -> bool:
+        """Become the planner if nobody else calls or plans."""
+        if self._planner is not None:
+            return False
+        self._planner = me
+        if self._calls.keys() - {me}:
+            self._planner = None
+            self._changed.notify_all()  # of callers that saw it
+        return self._planner == me

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -158,7 +159,11 @@ class _Steps:
         def forward() -> None:
             call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
             with without_observers(self.model):
-                outputs.extend(tensors_in(self.executable(call, meter)))
+                if self.executable.unsplit_on is None or meter is not None:
+                    outputs.extend(tensors_in(self.executable(call, meter)))
+                else:
+                    own = partial(type(self.model).__call__, self.model)
+                    outputs.extend(tensors_in(self.executable.unsplit(own, args, kwargs)))
 
         forward_ns = reading(forward)
         if not self.executable.training:
