@@ -40,6 +40,7 @@ from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state,
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
+from baechi.runtime.split_guard import compare
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import Weights
@@ -72,6 +73,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    guard: bool = True,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
@@ -108,6 +110,8 @@ def place(
             least recently used is dropped for one more, with a warning the first time.
         constraints: Constraints besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        guard: Where `auto` splits a model that fits one device, measure a few steps of both and
+            keep the faster. A second run remembers the outcome.
         compile: Hand every segment to `torch.compile`, as in `apply`.
         cuda_graphs: Whether to capture work on CUDA devices as CUDA graphs, as in `apply`.
         checkpoint: Submodules that keep only their inputs for the backward and run forward again
@@ -135,7 +139,8 @@ def place(
         raise InputError(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
-    for option, what in ((training, "training"), (verify, "verify"), (progress, "progress")):
+    options = {"training": training, "verify": verify, "progress": progress, "guard": guard}
+    for what, option in options.items():
         check_is(option, bool, what)
     check_optimizer(optimizer)
     placer_of(placer)
@@ -173,6 +178,7 @@ def place(
         threads=threads_per_device,
         constraints=constraints,
         effort=effort,
+        guard=guard and placer == "auto",
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
@@ -218,6 +224,7 @@ class _Planner:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    guard: bool
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
@@ -270,10 +277,9 @@ class _Planner:
                 self.say("reading weights")
                 self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
-            special = executable(
-                *(traced, placement, None, graph, self.cluster),
-                *(self.threads, self.compile, self.cuda_graphs),
-            )
+            special = self._executable(traced, graph, placement)
+            special = self._guarded(special, homes)
+            placement = special.placement
             special.note = self.traces.note(model, call, kin)
             if values is not None:
                 special.admission = Admission(
@@ -281,14 +287,42 @@ class _Planner:
                     *(checkpoint, values),
                     replayed=self.cuda_graphs is not False,
                 )
-            special.unsplit_on = self._unsplit_on(graph, placement)
-            special.wants_gradients = self.training
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
                 self.say(_outlook(schedule, self.cluster, placement))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
+
+    def _executable(self, traced: Traced, graph: OpGraph, placement: Placement) -> Executable:
+        special = executable(
+            *(traced, placement, None, graph, self.cluster),
+            *(self.threads, self.compile, self.cuda_graphs),
+        )
+        special.unsplit_on = self._unsplit_on(graph, placement)
+        special.wants_gradients = self.training
+        return special
+
+    def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
+        """What is faster by measurement: a split, or all on the best device, where that fits."""
+        traced, graph = split.traced, cast(OpGraph, split.graph)
+        if not self.guard or self.checkpoint or len(set(split.placement.devices)) == 1:
+            return split
+        constraints = pinned(traced, self.cluster, homes, self.constraints)
+        try:
+            placement = solve_with_held(
+                *(graph, self.cluster, "single", self._gpus), constraints=constraints
+            )
+        except (InfeasibleError, InputError):
+            return split
+        single = self._executable(traced, graph, placement)
+        found = compare(split, single)
+        self.say(str(found))
+        kept, dropped = (split, single) if found.prefers_split else (single, split)
+        dropped.close()
+        kept.settle()
+        kept.comparison = str(found)
+        return kept
 
     @property
     def needs_runtime(self) -> bool:

@@ -59,6 +59,7 @@ class Executable:
         family: The calls of other sizes that it runs, too; None if there are none.
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
+        comparison: How it was found faster than another placement by measurement; else empty.
         unsplit_on: The device of all, if the model itself runs in place of the program.
 
     Raises:
@@ -88,6 +89,7 @@ class Executable:
         self.admission: Admission | None = None
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
+        self.comparison = ""
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
@@ -270,7 +272,7 @@ class Executable:
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
-        rows += (self.note,) if self.note else ()
+        rows += tuple(text for text in (self.note, self.comparison) if text)
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
