@@ -235,7 +235,7 @@ class _Planner:
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
         for special in kin:
-            values = special.joined(call) if special.attributes.hold() else None
+            values = special.joined(call) if special.holds() else None
             if values is None or special.admission is None or special.admission.missing(values):
                 continue
             if self.verify:

@@ -214,7 +214,12 @@ def test_an_argument_that_is_not_there_is_named() -> None:
 def test_a_shape_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     module = baechi.place(
-        model, {"cpu:0": "400KiB"}, costs="estimate", progress=False, placer="single"
+        model,
+        {"cpu:0": "400KiB"},
+        costs="estimate",
+        progress=False,
+        placer="single",
+        threads_per_device=1,
     )
     for n in (4, 8, 16, 32):
         module(torch.randn(n, 64))

@@ -174,6 +174,13 @@ class Executable:
         with torch.no_grad():
             return plain(*args, **kwargs)
 
+    def holds(self) -> bool:
+        """True if the model's attributes are those for which this runs; its own Python reads them.
+
+        So where the model itself runs, they may be others.
+        """
+        return self.unsplit_on is not None or self.attributes.hold()
+
     @property
     def is_settled(self) -> bool:
         """True if every parameter and buffer is where this placement needs it."""

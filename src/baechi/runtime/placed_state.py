@@ -306,7 +306,9 @@ class PlacedState:
 
     def _excuse(self, entry: Entry, error: BaechiError) -> str:
         """Why a part has no plan. The model itself has to have one, where it can be split."""
-        if entry is self.root and not (self._is_alone and isinstance(error, TraceError)):
+        # The cause of a `TraceError` is an error of the model's own: it does not run at all.
+        untraced = isinstance(error, TraceError) and error.__cause__ is None
+        if entry is self.root and not (untraced and self._is_alone):
             raise error
         return str(error)
 

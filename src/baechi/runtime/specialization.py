@@ -58,7 +58,7 @@ class Specializations:
     def find(self, key: Any, call: Call) -> Executable | None:
         """The specialization that can run a call of this key, or None."""
         for special in self._rows.get(key, ()):
-            if special.attributes.hold() and special.takes(call):
+            if special.holds() and special.takes(call):
                 self._used[special] = next(self._clock)
                 self._found(special, call)
                 return special
@@ -87,7 +87,7 @@ class Specializations:
             other
             for other in rows
             if other is not special
-            and other.attributes.hold()
+            and other.holds()
             and other.traced.module.gradients == told
             and other.asks_the_same(call)
         ]
@@ -115,7 +115,7 @@ class Specializations:
         another is dropped, there is a warning.
         """
         for other in self.kin(key):
-            fixed = other.family is None and other.attributes.hold()
+            fixed = other.family is None and other.holds()
             if fixed and special.joined(other.module.call) is not None:
                 self._forget(other)
         while len(self) >= limit:

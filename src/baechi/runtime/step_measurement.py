@@ -31,7 +31,7 @@ from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import gradients_kept, unchanged
+from baechi.tracing.side_effects import gradients_kept, notes_kept
 from baechi.validation import check_positive
 
 _WARM_UP: Final = 2
@@ -68,7 +68,7 @@ def _running(executable: Executable) -> Iterator["_Steps"]:
     loss = len(executable.traced.ops)  # the op after the forward's, where there is a backward
     loss_device = executable.placement.devices[loss] if executable.training else 0
     # The model's own Python may leave notes in it; the program has none.
-    own = contextlib.nullcontext() if executable.unsplit_on is None else unchanged(module.model)
+    own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
     with _kept(module.model, executable.places), module.call.autocast.applied(), own:
         yield _Steps(executable, module.model, module.call, loss_device)
 
