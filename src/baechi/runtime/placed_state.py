@@ -338,19 +338,15 @@ class PlacedState:
         return special.unsplit(plain, *given)
 
     def _glance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Equal for calls whose arguments are alike; None if one is more than a tensor or number.
+        """Equal for calls whose arguments are alike; None if one is more than tensors and numbers.
 
         Some 5 us.
         """
-        row: list[Any] = [torch.is_grad_enabled(), self.model.training, *kwargs]
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                row.append((value.shape, value.dtype, value.device))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                row.append((type(value), value))
-            else:
-                return None
-        return tuple(row)
+        try:
+            arguments = _look(args), _look(kwargs)
+        except TypeError:
+            return None
+        return torch.is_grad_enabled(), self.model.training, arguments
 
     def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet."""
@@ -514,3 +510,21 @@ def refuse_tracers() -> None:
             f"{tracer} looks through the Python of a model, and a placed one runs on its own "
             "workers: give it model = placed.unplace(), or a copy.deepcopy(placed)."
         )
+
+
+def _look(value: Any) -> Any:
+    """Equal for values that are alike to a model.
+
+    Raises:
+        TypeError: An object of another class, which may be anything.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.shape, value.dtype, value.device
+    if value is None or kind in (bool, int, float, str):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *map(_look, value)
+    if kind is dict:
+        return kind, *value, *map(_look, value.values())
+    raise TypeError
