@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from baechi.errors import InputError
+from baechi.validation import check_positive
 
 WHOLE: Final = 1000  # a GPU's compute, in the thousandths that shares are counted in
 WORK: Final = 720_720  # the least common multiple of 1 to 16
@@ -46,8 +46,7 @@ class Sharing(ABC):
     wants_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise InputError(f"at most {self.most} jobs on a GPU; give at least 1.")
+        check_positive(self.most, "the most jobs on a GPU")
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """True if a job may join those that are there, memory apart."""

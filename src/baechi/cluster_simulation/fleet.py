@@ -9,7 +9,7 @@ from typing import Final, final
 from baechi.cluster_simulation.contention import WHOLE, WORK, Part, Sharing
 from baechi.cluster_simulation.jobs import Grant, Job, JobRun
 from baechi.errors import InputError
-from baechi.validation import check_count
+from baechi.validation import check_positive
 
 MAX_GPUS: Final = 1_000_000  # some gigabytes of them
 
@@ -111,8 +111,7 @@ class Fleet:
             ("nodes per switch", nodes),
             ("GPUs per node", gpus_per_node),
         ):
-            if check_count(count, f"the number of {what}") < 1:
-                raise InputError(f"a cluster with {count} {what}; give at least 1.")
+            check_positive(count, f"the number of {what}")
         count = switches * nodes * gpus_per_node * max(1, len(slices))
         if count > MAX_GPUS:
             raise InputError(f"a cluster of {count} GPUs; give {MAX_GPUS} at most.")

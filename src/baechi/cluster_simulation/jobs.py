@@ -6,10 +6,9 @@ from heapq import heapify, heappop, heappush
 from typing import final
 
 from baechi.cluster_simulation.contention import WHOLE, WORK, Part
-from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.validation import check_count, check_name
+from baechi.validation import check_count, check_name, check_positive
 
 
 @final
@@ -52,18 +51,12 @@ class Job:
 
     def __post_init__(self) -> None:
         check_name(self.name, "a job's name")
-        counts = ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus")
-        for name in (*counts, "compute", "limit"):
+        for name in ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus"):
             check_count(getattr(self, name), f"{name} of job {self.name!r}")
-        if self.gpus < 1:
-            raise InputError(f"job {self.name!r} asks for {self.gpus} GPUs; give at least 1.")
+        check_positive(self.gpus, f"gpus of job {self.name!r}")
         for name in ("compute", "limit"):
-            share = getattr(self, name)
-            if not 1 <= share <= WHOLE:
-                raise InputError(
-                    f"{name} of job {self.name!r} is {share}; give thousandths of a GPU, 1 to "
-                    f"{WHOLE}."
-                )
+            what = f"{name} of job {self.name!r}, in thousandths of a GPU,"
+            check_positive(getattr(self, name), what, WHOLE)
 
     @property
     def shape(self) -> object:

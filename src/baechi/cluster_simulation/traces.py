@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar, final
 from baechi.cluster_simulation.contention import WHOLE
 from baechi.cluster_simulation.jobs import Job
 from baechi.errors import InputError, reason_of
+from baechi.validation import check_choice
 
-_MALFORMED: Final = ("strict", "skip")
 _JOB_LIST: Final = ("job_id", "num_gpu", "submit_time", "duration")
 _PAI_TASKS: Final = (
     *("job_name", "task_name", "inst_num", "status", "start_time", "end_time"),
@@ -78,10 +78,8 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
         InputError: An unknown format, a file that cannot be read or lacks columns, or, if strict,
             an entry that cannot be read.
     """
-    if format not in FORMATS:
-        raise InputError(f"trace format {format!r} is unknown; give one of {', '.join(FORMATS)}.")
-    if malformed not in _MALFORMED:
-        raise InputError(f"malformed is {malformed!r}; give one of {', '.join(_MALFORMED)}.")
+    check_choice(format, tuple(FORMATS), "format of the trace")
+    check_choice(malformed, ("strict", "skip"), "malformed")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -1,6 +1,6 @@
 """Scheduling policies; and policies, schemes and ways of sharing by name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -30,7 +30,7 @@ from baechi.cluster_simulation.policies.tiresias import (
     PublishedLongestPending,
     sampled_gpu_times,
 )
-from baechi.errors import InputError
+from baechi.validation import check_choice
 
 COMPAT: Final = ("tiresias",)
 
@@ -98,13 +98,13 @@ def policy_named(
     Raises:
         InputError: An unknown name or compatibility.
     """
-    if compat is not None and compat not in COMPAT:
-        raise InputError(f"compatibility {compat!r} is unknown; give {', '.join(COMPAT)} or none.")
+    if compat is not None:
+        check_choice(compat, COMPAT, "compatibility")
     family, _, suffix = name.rpartition("-")
     promotes = suffix in _PROMOTE and family in {"dlas-gpu", "dlas-gpu-gittins"}
     base = family if promotes else name
-    if base not in _POLICIES:
-        raise _unknown("policy", name, POLICIES)
+    if not promotes:
+        check_choice(name, POLICIES, "policy")
     if base == "lpjf" and compat:
         return PublishedLongestPending("lpjf")
     options: dict[str, object] = {}
@@ -121,8 +121,7 @@ def scheme_named(name: str) -> Scheme | None:
     Raises:
         InputError: The name is unknown.
     """
-    if name not in _SCHEMES:
-        raise _unknown("scheme", name, SCHEMES)
+    check_choice(name, SCHEMES, "scheme")
     return _SCHEMES[name]()
 
 
@@ -132,10 +131,5 @@ def sharing_named(name: str, most: int) -> Sharing:
     Raises:
         InputError: The name is unknown, or `most` is out of range.
     """
-    if name not in _SHARINGS:
-        raise _unknown("sharing", name, SHARINGS)
+    check_choice(name, SHARINGS, "sharing")
     return _SHARINGS[name](most)
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> InputError:
-    return InputError(f"{what} {name!r} is unknown; give one of {', '.join(known)}.")

@@ -25,8 +25,8 @@ from typing import ClassVar, Final, final
 
 from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.fleet import FreeDevices
-from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.errors import InputError
+from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
+from baechi.validation import check_positive
 
 _LOOKS: Final = 3  # of the next ends
 # Remaining time, event, rank and job while waiting; while running its end, what orders equals
@@ -41,17 +41,22 @@ class Offer:
 
     Attributes:
         run: The job.
-        rate: Its work per tick on them, beside the jobs that are there.
+        grant: The GPUs.
         now: The time.
         running: The jobs that run.
         devices: The state of the cluster's devices.
     """
 
     run: JobRun
-    rate: int
+    grant: Grant
     now: int
     running: Iterable[JobRun]
     devices: FreeDevices
+
+    @property
+    def rate(self) -> int:
+        """Its work per tick on them, beside the jobs that are there."""
+        return self.devices.rate(self.grant, joins=True)
 
     def rate_after(self, ended: Sequence[JobRun]) -> int:
         """Its work per tick on the GPUs that it would get if others had ended; 0 for none."""
@@ -272,26 +277,30 @@ class ShortestTime(SelectingPolicy):
 
 
 class _Periodic(Policy):
-    """Reorders jobs at the end of every quantum."""
+    """Deals GPUs out anew at the end of every quantum; in between, jobs keep what they have."""
 
     preemptive = True
 
     def __init__(self, quantum: int) -> None:
-        if quantum < 1:
-            raise InputError(f"a quantum of {quantum} ticks; give at least 1.")
-        self._quantum = quantum
+        self._quantum = check_positive(quantum, "the quantum in ticks")
         self._turn = -1
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """As dealt anew in a new quantum, else running jobs first."""
+        turn = now // self._quantum
+        if turn <= self._turn:
+            return sorted(runs, key=lambda run: not run.running)
+        self._turn = turn
+        return self._dealt(runs, now)
+
+    @abstractmethod
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """The jobs, most urgent first, at the beginning of a quantum."""
 
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The next multiple of the quantum, while a job waits and another runs."""
         mixed = any(run.running for run in runs) and any(not run.running for run in runs)
         return (now // self._quantum + 1) * self._quantum if mixed else None
-
-    def _is_new_turn(self, now: int) -> bool:
-        turn = now // self._quantum
-        new = turn > self._turn
-        self._turn = max(self._turn, turn)
-        return new
 
 
 @final
@@ -303,11 +312,8 @@ class TimeSlicing(_Periodic):
     def __init__(self, quantum: int = 60) -> None:
         super().__init__(quantum)
 
-    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
-        """By time on GPUs at a new quantum; in between, running jobs keep what they have."""
-        if self._is_new_turn(now):
-            return sorted(runs, key=lambda run: (run.attained(now), run.index))
-        return sorted(runs, key=lambda run: not run.running)
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        return sorted(runs, key=lambda run: (run.attained(now), run.index))
 
 
 @final
@@ -323,10 +329,7 @@ class FinishTimeFairness(_Periodic):
     def __init__(self, lease: int = 600) -> None:
         super().__init__(lease)
 
-    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
-        """By falling rho at a new lease; in between, leases hold."""
-        if not self._is_new_turn(now):
-            return sorted(runs, key=lambda run: not run.running)
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
         rho = {run.index: self.rho(run, len(runs), now) for run in runs}
         return sorted(runs, key=lambda run: (-rho[run.index], run.index))
 
