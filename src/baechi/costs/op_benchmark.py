@@ -18,7 +18,7 @@ import ctypes
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -242,10 +242,12 @@ class Alone:
         nodes: Sequence[fx.Node],
         make: Make,
         device: torch.device,
-        evict: Evict | None,
-        fresh: float,
+        evict: Evict | None = None,
+        fresh: float = 0.0,
+        leaves: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
-        leaves = leaf_copies(module.graph_module, nodes, device)
+        if leaves is None:
+            leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
         self._stays = [node.op == "get_attr" for node in part.inputs]
