@@ -37,9 +37,6 @@ class Sharing(ABC):
     Attributes:
         most: At most so many jobs on one GPU.
         wants_whole: Whether a GPU that others hold memory of is left out.
-
-    Raises:
-        InputError: `most` is below 1.
     """
 
     most: int
@@ -101,7 +98,6 @@ class SideBySide(Sharing):
     """Up to `most` jobs at once, as under MPS: slowed down only by what they want beyond the whole.
 
     Attributes:
-        most: At most so many jobs on one GPU.
         packs: Whether jobs are admitted only while their compute fits the GPU (Gandiva's packing).
     """
 

@@ -58,14 +58,11 @@ class Slice:
 class Fleet:
     """All GPUs of a cluster, node after node and switch after switch.
 
-    Attributes:
-        gpus: `gpu` means an index into them everywhere.
-
     Raises:
         InputError: No GPUs, nodes out of order, or a speed, a share or held memory out of range.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # `gpu` means an index into them everywhere
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -193,8 +190,6 @@ class DeviceStates:
     """The jobs on every GPU.
 
     Attributes:
-        fleet: The GPUs.
-        sharing: How jobs share one.
         owners: The jobs on every GPU, by their indices.
         parts: What each of them has there, in the same order.
         memory_left: The memory that is left on every GPU; `None` where it is not modeled.

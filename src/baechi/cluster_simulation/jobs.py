@@ -84,20 +84,16 @@ class Grant:
 @final
 @dataclass(eq=False, slots=True)
 class JobRun:
-    """The state of a job, as policies see it.
+    """The state of a job, as policies see it; what it counts is as in `Outcome`.
 
     Attributes:
-        job: The job; its `duration` is for policies that know the future.
+        job: Its `duration` is for policies that know the future.
         index: Its rank by arrival time.
         running: Whether it holds GPUs.
-        done: Whether it has ended.
         grant: The GPUs that it holds or held last.
-        start_time: When it first held GPUs, -1 before.
-        end_time: When it ended, -1 before.
-        preempt: How often it lost them.
-        resume: How often it got them.
-        promote: How often a policy put it back into its first queue; the policy counts.
-        overhead: Ticks of work that restarts added.
+        start_time: As in `Outcome`; -1 before, as is `end_time`.
+        resume: How often it got GPUs.
+        promote: The policy counts these.
         rate: Its work per tick while it runs.
         version: Counts changes of its end: an event of an older one is stale.
     """
@@ -237,7 +233,6 @@ class Outcome:
     """The outcome of a job.
 
     Attributes:
-        job: The job.
         start_time: When it first held its GPUs.
         end_time: When it was done.
         pending_time: Ticks without GPUs, between arrival and end.

@@ -40,9 +40,6 @@ class Offer:
     """GPUs that a job could have now.
 
     Attributes:
-        run: The job.
-        grant: The GPUs.
-        now: The time.
         running: The jobs that run.
         devices: The state of the cluster's devices.
     """
