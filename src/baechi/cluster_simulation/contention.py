@@ -52,12 +52,9 @@ class Sharing(ABC):
 
     @abstractmethod
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
-        """Work per tick of one of the jobs that are there.
+        """Work per tick of the job with that part, which is among all parts there.
 
-        Args:
-            parts: All jobs there, `part` among them.
-            part: The job.
-            share: What the device has of a GPU, in thousandths.
+        The device has this share of a GPU, in thousandths.
         """
 
 

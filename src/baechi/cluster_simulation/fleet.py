@@ -20,8 +20,6 @@ class Gpu:
     """A GPU, or a MIG slice of one.
 
     Attributes:
-        node: Index of its node in the cluster.
-        switch: Index of its switch.
         memory_bytes: Its memory; `None` where memory is not modeled.
         speed: How fast it runs a job, in thousandths of the GPU that durations were measured on.
         share: The part of a GPU's compute that it has, in thousandths; below 1,000 for a slice.

@@ -19,9 +19,7 @@ class Job:
     Attributes:
         name: Unique in its trace.
         gpus: How many GPUs it holds at once; all of them or none (a gang).
-        submit_time: When it arrives.
         duration: How long it runs on whole GPUs of speed 1.
-        model: The trace's name of its model.
         memory_bytes: What it holds on each of its GPUs.
         compute: The share of a GPU that it keeps busy when alone on it, in thousandths.
         limit: The share of a GPU that it may use at most (an MPS limit), in thousandths.

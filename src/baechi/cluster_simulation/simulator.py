@@ -5,8 +5,7 @@ The clock goes from event to event: an arrival, an end, or a time that the polic
 With preemption the order is of all jobs, as if the cluster were empty, but a job keeps its GPUs
 where nothing more urgent needs them. A tick that is not filled by the last work counts whole.
 
-Cost of an event: O(changes log jobs) under `fifo` and `shortest` where GPUs are only counted, else
-O(waiting or runnable jobs), times O(GPUs) for the jobs that a scheme places.
+Cost of an event: docs/cluster.md, "Speed"; times O(GPUs) for the jobs that a scheme places.
 """
 
 import copy

@@ -66,13 +66,10 @@ class Trace:
 
 
 def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> Trace:  # noqa: A002
-    """The jobs of a trace file.
+    """The jobs of a trace file in one of `FORMATS`.
 
-    Args:
-        path: The file.
-        format: One of `FORMATS`.
-        malformed: `"strict"`: the first entry that cannot be read is an error; `"skip"`: such
-            entries are left out and listed.
+    Where `malformed` is `"strict"` the first entry that cannot be read is an error; where it is
+    `"skip"` such entries are left out and listed.
 
     Raises:
         InputError: An unknown format, a file that cannot be read or lacks columns, or, if strict,
@@ -368,14 +365,8 @@ def poisson_jobs(
 ) -> tuple[Job, ...]:
     """Jobs with exponential gaps between arrivals; the same arguments give the same jobs.
 
-    Args:
-        per_tick: How many arrive per tick, on average.
-        durations: Draws a job's duration, or is the duration of all.
-        seed: Of all that is drawn.
-        count: Stop after so many jobs.
-        until: Stop at this time.
-        gpus: How many GPUs a job may ask for.
-        weights: How often, in proportion; equally if absent.
+    They stop after `count` jobs or at the time `until`, and ask for one of the numbers of `gpus`,
+    in proportion to their weights.
 
     Raises:
         InputError: A rate that is not positive, or neither `count` nor `until`.

@@ -1,8 +1,7 @@
 """Efficiencies and the launch floor of a device kind, fitted to measured profiles.
 
-Once it is settled which of FLOPs and bytes binds each kernel, the time of an operator is linear in
-the launch floor and in the inverse efficiencies x (`docs/estimation.md`, "Calibrating"), and the
-fit is a linear program (least absolute deviations, `_program`):
+The fit is a linear program in the launch floor and the inverse efficiencies x (least absolute
+deviations, `_program`; docs/estimation.md, "Calibrating"):
 
     minimize    sum of  weight * |predicted - measured|  +  a little * |x / x0 - 1|
     subject to  0 <= x, launch

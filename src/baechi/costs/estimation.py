@@ -1,11 +1,7 @@
-"""Costs computed from shapes alone, for a device that need not be here (`docs/estimation.md`).
+"""Costs computed from shapes alone, for a device that need not be here.
 
-    time of an operator = sum over its kernels of
-        max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
-
-Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
-every kernel that it would launch. Only an operator that looks at values, in a model whose trace had
-to run the example as well, runs on these.
+docs/estimation.md has the formula. Each distinct operator runs once on fake tensors, forward and
+backward, and a dispatch mode sees every kernel that it would launch.
 
 The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
@@ -58,7 +54,6 @@ class Workload:
         backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         backward_workspace_bytes: The same of its backward.
-        remark: A note for the reader; empty for most.
     """
 
     forward: tuple[Kernel, ...] = ()

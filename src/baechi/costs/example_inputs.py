@@ -1,10 +1,9 @@
 """Inputs for operators that run alone, and the remark where an operator's time depends on them.
 
-Inputs have the right shapes, strides and types. What follows from the example without any
-activation (positions, masks, token ids) keeps its values, computed on the CPU. Everything else is
-made up: floats in (0.1, 1), so that logarithms, roots and variances are numbers; booleans that are
-true; integers in range of what they index, drawn evenly, so that neither every row nor a single one
-is read. Where an operator fails on such values, the model is run up to it for the real ones.
+What follows from the example without any activation (positions, masks, token ids) keeps its values,
+computed on the CPU. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and
+variances are numbers; booleans that are true; integers in range of what they index, drawn evenly,
+so that neither every row nor a single one is read.
 """
 
 import copy

@@ -1,17 +1,9 @@
 """One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it (`example_inputs`); where it fails on these it is measured
-on the model's own. Two things of a step that a tight loop would hide are restored:
-
-- Parameters were last touched a whole step ago. So where the step's bytes outgrow the caches, and
-  the operator has enough parameters for it to matter, everything is evicted before every reading,
-  and the activations, or the gradients that have just arrived, are read once to bring them back.
-- Gradients of parameters stay until the optimizer has run, so what the allocator does not keep of
-  them lands in new pages in the next step. Those backwards are measured a second time, with
-  gradients of parameters of earlier runs held.
-
-Scratch is what is live only inside a run. As a backward goes, gradients take the room of what
-autograd kept, and of the gradients that arrive: that much less is live at its fullest.
+An operator runs on tensors made for it (`example_inputs`), or where it fails on these on the
+model's own, as it would in a step: with parameters in no cache, but for the activations, or the
+gradients that have just arrived, which are read once to bring them back; and with gradients of
+parameters in new pages. docs/cost-model.md, "Where the numbers come from", has when and why.
 """
 
 import ctypes

@@ -181,8 +181,8 @@ def _free_bytes(place: torch.device, sharing: int) -> int:
 def _free_gpu_bytes(gpu: torch.device) -> int:
     """Bytes that are free on a GPU beside CUDA's context and libraries.
 
-    They take some hundred megabytes when they are first used, and keep them: so they are used
-    first. What torch's allocator holds without using it is free for this process.
+    These take some hundred megabytes when they are first used, so they are used first. What
+    torch's allocator holds without using it is free for this process.
     """
     matrix = torch.zeros(64, 64, device=gpu)
     image = torch.zeros(1, 8, 16, 16, device=gpu)

@@ -210,13 +210,7 @@ class Site:
 @final
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The reservation of a job.
-
-    Attributes:
-        job: Its name.
-        claims: Its claims, as granted.
-        version: The version of the ledger that it made.
-    """
+    """The reservation of a job: its claims as granted, and the version of the ledger it made."""
 
     job: str
     claims: tuple[Claim, ...]
@@ -229,10 +223,8 @@ class Snapshot:
     """The free resources at one version of a ledger.
 
     Attributes:
-        site: The devices, as if nothing ran there.
         version: Number of changes of the ledger.
         uses: The part of every device that is taken.
-        jobs: Reservations by job.
     """
 
     site: Site

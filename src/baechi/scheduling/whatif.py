@@ -21,7 +21,6 @@ class Shortage:
     """The reason why nothing fits, and the smallest extra memory with which something does.
 
     Attributes:
-        message: Text for people.
         subject: The op or group that found no room; empty where no device is free at all.
         needed_bytes: Its memory on one device.
         extra_bytes: Additional memory of `extra_device` that suffices; `None` where none helps.
@@ -53,7 +52,6 @@ class Waiting:
     """The decision after the end of a job, all else as it is now.
 
     Attributes:
-        job: The job that ends.
         decision: The decision then; `None` where still nothing fits.
         gain_ns: By how much a step is shorter then; `None` where nothing fits now or then.
     """
@@ -81,7 +79,6 @@ class WhatIf:
     """The answers of `whatif`.
 
     Attributes:
-        version: That of the snapshot.
         alternatives: From the fewest devices to the shortest step; see `decision.explore`.
         shortage: The missing memory, where there are no alternatives.
         waiting: For every job of `after`.
@@ -106,12 +103,8 @@ def whatif(
 ) -> WhatIf:
     """The decisions that are possible now and after the end of jobs; nothing is reserved.
 
-    Args:
-        graph: The graph to place.
-        snapshot: The free resources.
-        wish: The preferences of the scheduler.
-        after: Jobs; for each, the decision after its end is made.
-        up_to: The most devices of the curve; 0 is no curve.
+    For each job of `after` the decision after its end is made. The curve goes up to `up_to`
+    devices; 0 is no curve.
 
     Raises:
         ReservationError: A job of `after` has no reservation.

@@ -43,9 +43,7 @@ def module_paths(traced: TracedOperators) -> tuple[str, ...]:
 def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple[Unit, ...]:
     """The units of the submodules that match some patterns, such as `"h.0"` and `"h.*"`.
 
-    A `*` matches anything, dots too; of nested matches the outermost counts. A submodule whose
-    operators run both before and after an outside operator that depends on them becomes two
-    units, as does a module that is called twice.
+    docs/runtime.md, "What runs forward again", has the rules.
     """
     if not isinstance(patterns, Iterable):
         raise InputError(

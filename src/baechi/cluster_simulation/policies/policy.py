@@ -3,15 +3,7 @@
 A policy orders the jobs; the simulator gives GPUs in that order (`simulator.py`). Without
 preemption the order is of the waiting jobs; with it, of all jobs, and those for which nothing is
 left lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a
-stable sort breaks ties as the published simulators do. A policy of your own:
-
-    class MostGpusFirst(Policy):
-        name = "most-gpus"
-
-        def order(self, runs, now):
-            return sorted(runs, key=lambda run: -run.job.gpus)
-
-    simulate_cluster(jobs, fleet, MostGpusFirst())
+stable sort breaks ties as the published simulators do. docs/cluster.md has a policy of your own.
 """
 
 from abc import ABC, abstractmethod
@@ -37,12 +29,7 @@ _Entry = tuple[int, int, int, JobRun]
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """GPUs that a job could have now.
-
-    Attributes:
-        running: The jobs that run.
-        devices: The state of the cluster's devices.
-    """
+    """GPUs that a job could have now, beside the jobs that run."""
 
     run: JobRun
     grant: Grant
