@@ -21,7 +21,7 @@ from baechi.scheduling.claims import (
     split_name,
 )
 from baechi.units import format_bytes
-from baechi.validation import FrozenDict
+from baechi.validation import FrozenDict, check_choice
 
 
 @final
@@ -47,11 +47,7 @@ class Site:
                 "baechi.Topology belongs."
             )
         for device, how in zip(self.base.devices, self.sharing, strict=True):
-            if how not in SHARINGS:
-                raise InputError(
-                    f"device {device.name!r} is shared by {how!r}; it must be one of "
-                    f"{', '.join(SHARINGS)}."
-                )
+            check_choice(how, SHARINGS, f"the sharing of device {device.name!r}")
             if device.pool and how != "fractional":
                 raise InputError(
                     f"device {device.name!r} of pool {device.pool!r} is shared by {how!r}; what "

@@ -169,8 +169,7 @@ class ShortestTime(SelectingPolicy):
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Entry]] = {}  # by GPUs
         self._running: list[_Entry] = []
-        self._moment = 0  # of the last event
-        self._event = 0  # counts moments
+        self._event = 0  # the moment of the last one, from 1
         self._count = 0
         self._stopped: dict[int, tuple[int, int]] = {}  # places that were lost at this moment
 
@@ -182,9 +181,8 @@ class ShortestTime(SelectingPolicy):
         self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
     ) -> tuple[list[JobRun], list[JobRun]]:
         """As a walk over `order`, from the heaps."""
-        if now > self._moment or not self._event:
-            self._moment = now
-            self._event += 1
+        if now >= self._event:
+            self._event = now + 1
             self._stopped.clear()
         del self._running[: len(ended)]
         for run in arrived:
