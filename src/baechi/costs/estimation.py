@@ -18,9 +18,9 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import filled, real_inputs
+from baechi.costs.example_inputs import Make, filled, real_inputs
 from baechi.costs.flop_rules import kernel_of
-from baechi.costs.op_benchmark import Alone, Make
+from baechi.costs.op_benchmark import Alone
 from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
@@ -176,20 +176,15 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         rows[key] = _unseen(module, nodes, differentiable)
         if module.facts.real:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
-                rows[key] = _count_real(module, nodes)
+                rows[key] = _count_real(module, nodes, make)
     return rows
 
 
-def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
+def _count_real(module: TracedModule, nodes: Sequence[fx.Node], otherwise: Make) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        values = real_inputs(module, nodes, _CPU)
-
-        def make(node: fx.Node, _: object) -> Any:
-            return values[node] if node in values else filled(module, node, _fake)
-
-        load = _count(module, nodes, make)
+        load = _count(module, nodes, real_inputs(module, nodes, _CPU, otherwise))
     return replace(load, remark=load.remark or SEEN)
 
 

@@ -23,6 +23,8 @@ from baechi.tracing.subgraph import Extract, extract
 
 # A known value larger than this is made up instead: evaluating must not need the model's memory.
 _MAX_KNOWN_BYTES: Final = 1 << 28
+# A value for an input node, given the nodes of an operator that read it.
+Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
 
 _CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
 # Operators that index: name -> (what is indexed, the argument that says its dimension, the
@@ -191,9 +193,9 @@ def filled(module: TracedModule, node: fx.Node, make: Callable[[Value], torch.Te
 
 
 def real_inputs(
-    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
-) -> dict[fx.Node, Any]:
-    """The values that an operator reads in a run of the traced model on its example.
+    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device, otherwise: Make
+) -> Make:
+    """The values that an operator reads in a run of the model on its example; others as otherwise.
 
     The model stays as it is. Needs values of all parameters, and the memory of a forward.
     """
@@ -210,7 +212,8 @@ def real_inputs(
             lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), runner.env[node]
         )
 
-    return {node: anew(node) for node in wanted if module.facts.nodes[node].values}
+    values = {node: anew(node) for node in wanted if module.facts.nodes[node].values}
+    return lambda node, readers: values[node] if node in values else otherwise(node, readers)
 
 
 @final

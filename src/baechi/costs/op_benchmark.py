@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
+from baechi.costs.example_inputs import ExampleInputs, Make, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
@@ -42,8 +42,6 @@ _MIN_COLD_BYTES: Final = 1 << 18
 # Gradients held at most, to keep them fresh.
 _HELD_BYTES: Final = 1 << 28
 
-# A value for an input node, given the nodes of an operator that read it.
-Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
 # Empties the caches, but for some tensors that are read again.
 Evict = Callable[[Sequence[torch.Tensor]], None]
 
@@ -126,11 +124,7 @@ class Bench:
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
-            values = real_inputs(self._module, nodes, self.place)
-
-            def make(node: fx.Node, readers: Sequence[fx.Node]) -> Any:
-                return values[node] if node in values else make_up(node, readers)
-
+            make = real_inputs(self._module, nodes, self.place, make_up)
             measured = self._measure(make, nodes, before)
         except Exception as error:
             where = f" ({op.source})" if op.source else ""

@@ -112,7 +112,6 @@ class ProfileStore:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_path() if path is None else Path(check_path(path))
-
         self._writable = True
         self._file: SqliteFile | None = None
         try:
