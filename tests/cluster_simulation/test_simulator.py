@@ -477,7 +477,7 @@ def test_counting_cannot_share():
         (lambda: TimeSlicing(0), "quantum in ticks is 0"),
         (lambda: policy_named("best"), "policy is 'best'; it must be one of fifo"),
         (lambda: policy_named("fifo-4"), "policy is 'fifo-4'"),
-        (lambda: policy_named("fifo", compat="gavel"), "compatibility is 'gavel'; it must be one of tiresias"),
+        (lambda: policy_named("fifo", compat="gavel"), "compatibility is 'gavel'"),
         (lambda: scheme_named("worst"), "scheme is 'worst'"),
         (lambda: sharing_named("green", 2), "sharing is 'green'"),
         (lambda: policy_named("dlas-gpu-gittins", samples=[]), "needs samples"),

@@ -233,20 +233,18 @@ def _fits(samples: Sequence[_Sample], before: DeviceKind, after: DeviceKind) -> 
     """Relative errors per class and type, and that of the sum over all operators."""
     by_class: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     totals = [0, 0, 0]
-    every: list[tuple[float, float]] = []
     for sample in samples:
         times = [sample.measured_ns, before.run_ns(sample.kernels), after.run_ns(sample.kernels)]
         totals = [t + ns * sample.count for t, ns in zip(totals, times, strict=True)]
         largest = max(sample.kernels, key=after.kernel_ns)
         errors = (_error(times[1], times[0]), _error(times[2], times[0]))
         by_class[largest.op_class, largest.dtype].append(errors)
-        every.append(errors)
     rows = []
     for (op_class, dtype), errors_of in sorted(by_class.items()):
         ahead, behind = zip(*errors_of, strict=True)
         medians = (statistics.median(ahead), max(ahead), statistics.median(behind), max(behind))
         rows.append(Fit(op_class, dtype, len(errors_of), *medians))
-    worst = [max(column) for column in zip(*every, strict=True)]
+    worst = max(row.worst_before for row in rows), max(row.worst_after for row in rows)
     sums = [_error(total, totals[0]) for total in totals[1:]]
     return (*rows, Fit("all", "sum", len(samples), sums[0], worst[0], sums[1], worst[1]))
 
