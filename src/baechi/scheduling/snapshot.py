@@ -206,7 +206,13 @@ class Site:
 @final
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The reservation of a job: its claims as granted, and the version of the ledger it made."""
+    """The reservation of a job.
+
+    Attributes:
+        job: Its name.
+        claims: Its claims, as granted.
+        version: The version of the ledger that it made.
+    """
 
     job: str
     claims: tuple[Claim, ...]

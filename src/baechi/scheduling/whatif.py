@@ -21,6 +21,7 @@ class Shortage:
     """The reason why nothing fits, and the smallest extra memory with which something does.
 
     Attributes:
+        message: Text for people.
         subject: The op or group that found no room; empty where no device is free at all.
         needed_bytes: Its memory on one device.
         extra_bytes: Additional memory of `extra_device` that suffices; `None` where none helps.
@@ -52,6 +53,7 @@ class Waiting:
     """The decision after the end of a job, all else as it is now.
 
     Attributes:
+        job: The job that ends.
         decision: The decision then; `None` where still nothing fits.
         gain_ns: By how much a step is shorter then; `None` where nothing fits now or then.
     """
@@ -79,6 +81,7 @@ class WhatIf:
     """The answers of `whatif`.
 
     Attributes:
+        version: That of the snapshot.
         alternatives: From the fewest devices to the shortest step; see `decision.explore`.
         shortage: The missing memory, where there are no alternatives.
         waiting: For every job of `after`.
