@@ -34,7 +34,7 @@ from baechi.torch_support.symbolic_sizes import (
 )
 from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage
 from baechi.tracing.calling_convention import Call, layout_of, shown
-from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.export_branches import Questions
 from baechi.tracing.pytrees import Structure
 
 # (index of a tensor, dimension); or (-1, place among the constants) of an int.
@@ -219,16 +219,15 @@ class Family:
         inputs: Sequence[torch.Tensor],
         facts: Facts,
         returned: Structure,
-        questions: Sequence[Question],
+        questions: Questions,
     ) -> None:
         self.call = call
         self.places = places
         self._numbers = numbers_among(places)
         sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
         self._symbols = Symbols(sizes)
-        self._questions = [question for question in questions if not question.needs_arguments]
-        self._of_arguments = [question for question in questions if question.needs_arguments]
-        self._asked_at: dict[tuple[torch.Size, ...], dict[int, int]] = {}
+        self._questions = questions
+        self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
         self._hints: list[int] = []
         self._facts = facts
@@ -252,9 +251,7 @@ class Family:
             for kind, row in enumerate((value.shape, value.stride()))
             for dim, size in enumerate(row)
         ]
-        self._asked = {
-            id(size): self._place(size) for question in questions for size in question.sizes
-        }
+        self._asked = list(map(self._place, questions.sizes))
         terms = list(self._terms)
         conditions = self._symbols.conditions(symbols_in(terms))
         self.symbols = symbols_in([*terms, *conditions])
@@ -360,11 +357,11 @@ class Family:
         for place, was in self._lengths:
             if numbers[place] != was and min(numbers[place], was) < 2:
                 return False
-        return same_answers(self._questions, lambda size: numbers[self._asked[id(size)]])
+        return self._questions.hold([numbers[place] for place in self._asked])
 
     def answers(self, call: Call) -> bool:
         """True if what forward asks the arguments of a call of the family has the same answers."""
-        if not self._of_arguments:
+        if not self._questions.needs_arguments():
             return True
         key = tuple(tensor.shape for tensor in call.tensors)
         if key not in self._asked_at:
@@ -373,9 +370,8 @@ class Family:
             values = self.values(call)
             assert values is not None  # it is of the family
             numbers = self._numbers_at(*values)
-            self._asked_at[key] = {size: numbers[place] for size, place in self._asked.items()}
-        sizes = self._asked_at[key]
-        return same_answers(self._of_arguments, lambda size: sizes[id(size)], call.tensors)
+            self._asked_at[key] = [numbers[place] for place in self._asked]
+        return self._questions.hold(self._asked_at[key], call.tensors)
 
     def fixes(self, call: Call) -> str:
         """A size or int, for people, that differs in a call and has no symbol; empty if none."""

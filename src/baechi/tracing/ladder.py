@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -40,7 +40,7 @@ from baechi.tracing.alias_analysis import (
     quiet,
 )
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
-from baechi.tracing.export_branches import EagerBranches, Question
+from baechi.tracing.export_branches import EagerBranches, Questions
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
@@ -72,7 +72,7 @@ class Capture:
     module: fx.GraphModule
     returned: Structure
     replaced: tuple[str, ...] = ()  # buffers
-    questions: tuple[Question, ...] = ()
+    questions: Questions = field(default_factory=Questions)
 
 
 def _non_strict(

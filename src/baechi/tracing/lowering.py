@@ -22,7 +22,7 @@ from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.export_branches import Questions
 from baechi.tracing.families import Family
 from baechi.tracing.fx_nodes import op_name, source_line
 from baechi.tracing.guards import Attributes
@@ -62,7 +62,7 @@ class TracedModule:
     gradients: bool | None = None
     family: Family | None = None
     reads: Set[tuple[int, str]] = frozenset()
-    questions: tuple[Question, ...] = ()
+    questions: Questions = field(default_factory=Questions)
 
     def answers(self, call: Call) -> bool:
         """True if forward would ask the arguments of a call what it asked, with the same answers.
@@ -71,7 +71,7 @@ class TracedModule:
         """
         if self.family is not None:
             return self.family.answers(call)
-        return same_answers(self.questions, int, call.tensors)
+        return self.questions.hold(list(map(int, self.questions.sizes)), call.tensors)
 
 
 def lower(
