@@ -5,6 +5,7 @@
                    code sees the caller's mode, and where it reads it, the trace is of that mode
     Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
                    or `config.output_hidden_states = True` the model is another program
+    HeldObjects    what all these look at, by identity: some nanoseconds for each element
     TruthValues    `if torch.isnan(x).any(): ...`: those of the example, checked in every call
 
 Where forward branches on truth values, the model runs once on real tensors, and its truth values
@@ -34,8 +35,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL
-from baechi.tracing.held_objects import HeldObjects, containers
 
 _KINDS: Final = ("cpu", "cuda")
 _OURS: Final = ("torch", "baechi")  # whose code is not the model's
@@ -103,6 +104,47 @@ class GradientMode:
 
         with patch.object(torch, "is_grad_enabled", is_grad_enabled):
             yield
+
+
+@final
+class HeldObjects:
+    """The elements of dicts, lists and sets, and attributes of other objects, as they are now.
+
+    An equal element that is not the very same object counts as another one, except in sets. What an
+    element holds itself does not count, unless it is among the holders, too.
+
+    Args:
+        holders: Dicts, lists and sets.
+        attributes: Other objects, each with names of attributes that it has.
+    """
+
+    def __init__(
+        self, holders: Iterable[Any], attributes: Iterable[tuple[Any, tuple[str, ...]]] = ()
+    ) -> None:
+        self._holders = list({id(holder): holder for holder in holders}.values())
+        self._rows = list(map(_row, self._holders))
+        for owner, names in attributes:
+            self._holders.append(owner)
+            self._rows.append(tuple(x for name in names for x in (name, getattr(owner, name))))
+
+    def are_same(self) -> bool:
+        """True if all hold what they held."""
+        return same_contents(self._holders, self._rows)
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """The dicts, lists and sets among values, and those that are inside."""
+    for value in values:
+        if isinstance(value, dict | list | set):
+            yield value
+        if isinstance(value, dict | list | tuple):
+            yield from _containers(value.values() if isinstance(value, dict) else value)
+
+
+def _row(holder: Any) -> Any:
+    if isinstance(holder, dict):
+        return tuple(x for row in holder.items() for x in row)
+    return tuple(holder) if isinstance(holder, list) else frozenset(holder)
 
 
 _ITSELF: Final = (MethodType, partial, torch.Tensor)  # compared by identity
@@ -259,7 +301,7 @@ class Attributes:
                 *others,
                 *(owner for owner in owners if isinstance(owner, dict)),
                 *(owner for _, owner, _, _ in self._records),
-                *containers(row.values() for row in self._rows),
+                *_containers(row.values() for row in self._rows),
             ),
             {
                 (id(holder), row.names): (holder, row.names)
