@@ -25,7 +25,7 @@ from baechi.tracing.faithfulness import watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
 from baechi.tracing.pytrees import Structure, tensors_in
-from baechi.tracing.side_effects import buffers_in_place, fakes_removed, refuse_hidden_parameters
+from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
 
 
@@ -74,7 +74,8 @@ class _ModuleTracer(fx.Tracer):
         if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
             return super().call_module(m, forward, args, kwargs)
         self.path.append(path)
-        result = super().call_module(m, forward, args, kwargs)
+        with buffers_kept(m):
+            result = super().call_module(m, forward, args, kwargs)
         self.path.pop()  # not in a `finally`: after an error the path is that of the error
         return result
 
@@ -92,7 +93,7 @@ def _modes() -> tuple[bool, Autocast]:
 @contextmanager
 def _nothing_kept(model: nn.Module, _: Sequence[Any]) -> Iterator[None]:
     """Run the model's Python for a tracer that loses what it replaces and remembers."""
-    with fakes_removed(model), buffers_in_place(model, keep=False):
+    with fakes_removed(model), buffers_kept(model):
         yield
 
 

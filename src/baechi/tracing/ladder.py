@@ -51,7 +51,7 @@ from baechi.tracing.observers import in_turn, reads_noted, without_observers
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.side_effects import (
     OutsideTensors,
-    buffers_in_place,
+    buffers_kept,
     unchanged,
 )
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
@@ -64,7 +64,6 @@ class Capture:
 
     module: fx.GraphModule
     returned: Structure
-    replaced: tuple[str, ...] = ()  # buffers
     questions: Questions = field(default_factory=Questions)
 
 
@@ -76,13 +75,12 @@ def _non_strict(
     truth_values: list[TruthValue] | None = None,
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
-    replaced: list[str] = []
     outside = OutsideTensors()
 
     @contextmanager
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(buffers_in_place(model, replaced=replaced))
+            stack.enter_context(buffers_kept(model))
             stack.enter_context(branches.taken(tensors, call.tensors))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
@@ -109,7 +107,7 @@ def _non_strict(
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
-        return Capture(module, returned[-1], tuple(replaced), branches.questions)
+        return Capture(module, returned[-1], branches.questions)
 
 
 def _truth_values(
@@ -343,29 +341,9 @@ def _lowered(
         facts, returned = family.facts(family.traced_at), family.returned(family.traced_at)
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
-    _refuse_old_buffers(captured, facts)
     kept = _kept(call, facts)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions)
-
-
-def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:
-    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value."""
-    names = {f"model.{name}": name for name in captured.replaced}
-    graph = captured.module.graph
-    olds = {
-        value.storage: names[str(node.target)]
-        for node in graph.find_nodes(op="get_attr")
-        if str(node.target) in names
-        for value in facts.nodes[node].values
-    }
-    for result in graph.output_node().all_input_nodes:
-        for value in facts.nodes[result].values:
-            if value.storage in olds:
-                raise RuntimeError(
-                    f"forward returns what buffer {olds[value.storage]!r} was before it replaces "
-                    "it; let it return a clone"
-                )
 
 
 def _kept(call: Call, facts: Facts) -> Call:
