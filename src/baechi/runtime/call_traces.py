@@ -18,7 +18,7 @@ from baechi.tracing.families import (
     known_places,
     largest_declared,
 )
-from baechi.tracing.trace_comparison import is_same
+from baechi.tracing.family_traces import is_same
 
 
 @final

@@ -31,7 +31,7 @@ from baechi.torch_support.torch_internals import (
     enable_python_dispatcher,
     version_of,
 )
-from baechi.tracing.fx_nodes import node_arguments, schema_arguments
+from baechi.tracing.fx_nodes import node_arguments, nodes_inside, schema_arguments
 from baechi.tracing.guards import CHECK
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
@@ -277,7 +277,7 @@ class _Recorder(fx.Interpreter):
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         saved = tuple(dict.fromkeys(self._saved))
-        inner = list(self._inner(n))
+        inner = [n, *nodes_inside(n)]
         random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
         checks = any(str(node.target).startswith(CHECK) for node in inner)
         looks = any(isinstance(node.target, Observer) for node in inner)
@@ -285,12 +285,6 @@ class _Recorder(fx.Interpreter):
             values, structure, frozenset(written), saved, random, checks, looks
         )
         return result
-
-    def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The node, and those of the graphs that it runs, such as a block under autocast."""
-        yield node
-        for argument in node.all_input_nodes:
-            yield from _nodes_of(self.env[argument])
 
     def _value(self, tensor: torch.Tensor, node: fx.Node) -> Value:
         attribute = str(node.target) if node.op == "get_attr" else None
@@ -355,14 +349,6 @@ def _is_python(node: fx.Node) -> bool:
     target = node.target
     own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
     return own or node.op == "call_module" or str(target).startswith("wrap_with_")
-
-
-def _nodes_of(value: Any) -> Iterator[fx.Node]:
-    """The nodes of a graph that an operator runs, and of those inside it."""
-    if isinstance(value, fx.GraphModule):
-        yield from value.graph.nodes
-        for inner in value.children():
-            yield from _nodes_of(inner)
 
 
 @final

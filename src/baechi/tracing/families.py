@@ -32,7 +32,7 @@ from baechi.torch_support.symbolic_sizes import (
     solved,
     symbols_in,
 )
-from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage
+from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call, layout_of, shown
 from baechi.tracing.export_branches import Questions
 from baechi.tracing.pytrees import Structure
@@ -185,15 +185,30 @@ def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True)
 class _At:
-    """A number, or several, by their places among those that are used."""
+    """A number by its place among those that are used, or a size by the places of its numbers."""
 
-    places: tuple[int, ...]
-    make: Callable[[Sequence[int]], Any] | None
+    places: int | tuple[int, ...]
 
     def among(self, numbers: Sequence[int]) -> Any:
-        """The number, or what is made of them."""
-        found = [numbers[place] for place in self.places]
-        return found[0] if self.make is None else self.make(found)
+        """The number, or the size."""
+        if isinstance(self.places, int):
+            return numbers[self.places]
+        return torch.Size([numbers[place] for place in self.places])
+
+
+def _changed(
+    facts: Facts, size: Callable[[Any], int], structure: Callable[[Structure], Structure]
+) -> Facts:
+    """The facts with other sizes, and with other structures around values."""
+    nodes = {}
+    for node, fact in facts.nodes.items():
+        values = tuple(
+            replace(v, shape=tuple(map(size, v.shape)), stride=tuple(map(size, v.stride)))
+            for v in fact.values
+        )
+        around = None if fact.structure is None else structure(fact.structure)
+        nodes[node] = replace(fact, values=values, structure=around)
+    return Facts(nodes, [replace(row, nbytes=size(row.nbytes)) for row in facts.storages])
 
 
 @final
@@ -230,18 +245,10 @@ class Family:
         self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
         self._hints: list[int] = []
-        self._facts = facts
-        self._storages = [self._place(storage.nbytes) for storage in facts.storages]
-        self._values: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = [
-            tuple(
-                (tuple(map(self._place, value.shape)), tuple(map(self._place, value.stride)))
-                for value in fact.values
-            )
-            for fact in facts.nodes.values()
-        ]
-        lengths = {i for rows in self._values for shape, _ in rows for i in shape}
-        self._structures = [self._with_places(fact.structure) for fact in facts.nodes.values()]
+        self._facts = _changed(facts, self._place, self._with_places)  # places for sizes
         self._returned = self._with_places(returned)
+        values = (value for fact in self._facts.nodes.values() for value in fact.values)
+        lengths = {place for value in values for place in value.shape}
         self.returns_sizes = any(
             isinstance(c, (torch.SymInt, torch.Size)) for c in returned.constants
         )
@@ -275,32 +282,19 @@ class Family:
             self._hints.append(hint(size))
         return self._terms[term]
 
-    def _with_places(self, structure: Structure | None) -> Callable[[Sequence[int]], Any]:
-        """A function from the numbers that are used to the structure without symbols."""
-        if structure is None:
-            return lambda _: None
-        symbolic = False
+    def _with_places(self, structure: Structure) -> Structure:
+        """A structure with places for the numbers that are symbolic."""
 
         def change(constant: Any) -> Any:
-            nonlocal symbolic
             if isinstance(constant, (torch.SymInt, torch.SymBool)):
-                symbolic = True
-                return _At((self._place(constant),), None)
+                return _At(self._place(constant))
             if isinstance(constant, torch.Size) and any(isinstance(n, SYMBOLIC) for n in constant):
-                symbolic = True
-                return _At(tuple(map(self._place, constant)), torch.Size)
+                return _At(tuple(map(self._place, constant)))
             if isinstance(constant, SYMBOLIC):
                 raise ValueError(f"{constant} is a symbol")
             return constant
 
-        changed = structure.mapped(change)
-        if not symbolic:
-            return lambda _: structure
-
-        def at(numbers: Sequence[int]) -> Structure:
-            return changed.mapped(lambda c: c.among(numbers) if isinstance(c, _At) else c)
-
-        return at
+        return structure.mapped(change)
 
     def _solution(self, symbol: Any) -> tuple[int, int, int, int, int]:
         """The argument's size that tells a symbol: (tensor, kind, dimension, a, b)."""
@@ -425,24 +419,14 @@ class Family:
 
     def returned(self, values: Sequence[int]) -> Structure:
         """The structure of the results."""
-        found: Structure = self._returned(self._numbers_at(*values))
-        return found
+        return _filled(self._returned, self._numbers_at(*values))
 
     def facts(self, values: Sequence[int]) -> Facts:
         """The effects of every node."""
         numbers = self._numbers_at(*values)
-        number = numbers.__getitem__
-        old = self._facts
-        nodes: dict[Any, NodeFacts] = {}
-        rows = zip(old.nodes.items(), self._values, self._structures, strict=True)
-        for (node, fact), sizes, structure in rows:
-            known = tuple(
-                replace(value, shape=tuple(map(number, shape)), stride=tuple(map(number, stride)))
-                for value, (shape, stride) in zip(fact.values, sizes, strict=True)
-            )
-            nodes[node] = replace(fact, values=known, structure=structure(numbers))
-        storages = [
-            Storage(numbers[place], storage.node, storage.attribute)
-            for storage, place in zip(old.storages, self._storages, strict=True)
-        ]
-        return Facts(nodes, storages)
+        return _changed(self._facts, numbers.__getitem__, lambda each: _filled(each, numbers))
+
+
+def _filled(structure: Structure, numbers: Sequence[int]) -> Structure:
+    """A structure with numbers in their places."""
+    return structure.mapped(lambda c: c.among(numbers) if isinstance(c, _At) else c)

@@ -15,8 +15,10 @@ and `einsum` are many nodes: there the sum may round otherwise.
 
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -33,6 +35,24 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def target_name(node: fx.Node) -> str:
+    """What a node runs; a function by its name, since its text would have its address."""
+    if isinstance(node.target, FunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+    return str(node.target)
+
+
+def nodes_inside(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a node runs, such as a block under autocast, in order."""
+    for given in node.all_input_nodes:
+        owner = given.graph.owning_module
+        if given.op == "get_attr" and owner is not None:
+            value = attrgetter(str(given.target))(owner)
+            for inner in value.graph.nodes if isinstance(value, fx.GraphModule) else ():
+                yield inner
+                yield from nodes_inside(inner)
 
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, takewhile
-from operator import attrgetter, is_
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -36,6 +36,7 @@ from baechi.torch_support.torch_internals import (
     state_of,
     version_of,
 )
+from baechi.tracing.fx_nodes import nodes_inside
 from baechi.tracing.pytrees import Parts, Structure
 
 FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -136,14 +137,9 @@ def recording(hook: Callable[..., Any], title: str, record: Record) -> Callable[
 def observers_in(nodes: Iterable[fx.Node]) -> Iterator[Observer]:
     """The observers among the nodes, and in the graphs that these run."""
     for node in nodes:
-        if isinstance(node.target, Observer):
-            yield node.target
-        for given in node.all_input_nodes:
-            owner = given.graph.owning_module
-            if given.op == "get_attr" and owner is not None:
-                value = attrgetter(str(given.target))(owner)
-                if isinstance(value, fx.GraphModule):
-                    yield from observers_in(value.graph.nodes)
+        for each in (node, *nodes_inside(node)):
+            if isinstance(each.target, Observer):
+                yield each.target
 
 
 def in_turn(module: fx.GraphModule) -> fx.GraphModule:
