@@ -180,26 +180,27 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    hooked = any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks"))
-    function = getattr(model.forward, "__func__", None)
-    plain = function is not None and not hooked
-    order = _order(function, len(args), tuple(kwargs or ())) if plain else None
-    if order is not None:
-        given = (*args, *(kwargs or {}).values())
-        return _call(model, (), {name: given[place] for name, place in order})
-    signature = _signature_of(model.forward)
-    try:
-        bound = signature.bind(*args, **(kwargs or {}))
-    except TypeError as error:
-        raise InputError(
-            f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
-            "Give what one real call of the model gets."
-        ) from None
-    if hooked:
-        positional, named = tuple(args), dict(kwargs or {})
-    else:
-        positional, named = _canonical_arguments(signature, bound)
-    return _call(model, positional, named)
+    forward, given = model.forward, (*args, *(kwargs or {}).values())
+    function = getattr(forward, "__func__", None)
+    names = tuple(kwargs or ())
+    order = (
+        _order_in(inspect.signature(forward), len(args), names)
+        if function is None
+        else _order(function, len(args), names)
+    )
+    if order is None:
+        signature = inspect.signature(forward)
+        try:
+            signature.bind(*args, **(kwargs or {}))
+        except TypeError as error:
+            raise InputError(
+                f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
+                "Give what one real call of the model gets."
+            ) from None
+    positional, named = order or ((), ())
+    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
+        return _call(model, tuple(args), dict(kwargs or {}))
+    return _call(model, tuple(given[i] for i in positional), {n: given[i] for n, i in named})
 
 
 def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
@@ -280,46 +281,29 @@ def _strange(structure: Structure) -> str:
     return next(rows, "")
 
 
-def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Without `self`; cached by function, since every call needs it."""
-    function = getattr(forward, "__func__", None)
-    return inspect.signature(forward) if function is None else _signature_of_method(function)
-
-
-@functools.lru_cache(maxsize=64)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(MethodType(function, object()))
+_Order = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
 
 
 @functools.lru_cache(maxsize=256)
-def _order(
-    function: Callable[..., Any], n: int, names: tuple[str, ...]
-) -> tuple[tuple[str, int], ...] | None:
-    """The arguments by name, in the signature's order, each with its place among those given.
+def _order(function: Callable[..., Any], n: int, names: tuple[str, ...]) -> _Order | None:
+    """The same of a method's function: cached, since every call needs it."""
+    return _order_in(inspect.signature(MethodType(function, object())), n, names)
 
-    These are n without a name and then some with one. None if some have no name in the signature,
-    or they do not fit.
+
+def _order_in(signature: inspect.Signature, n: int, names: tuple[str, ...]) -> _Order | None:
+    """The places among those given of the arguments without a name, and of those with one.
+
+    Given are n without a name and then some with one. As many get a name as the signature allows,
+    in its order. None if they do not fit.
     """
-    signature = _signature_of_method(function)
     try:
         bound = signature.bind(*range(n), **{name: n + i for i, name in enumerate(names)})
     except TypeError:
         return None
-    positional, named = _canonical_arguments(signature, bound)
-    return None if positional else tuple(named.items())
-
-
-def _canonical_arguments(
-    signature: inspect.Signature, bound: inspect.BoundArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As many arguments by name as the signature allows, in the signature's order."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    has_rest = any(
-        kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(name)
-        for name, kind in kinds.items()
-    )
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
+    has_rest = any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments)
+    positional: list[int] = []
+    named: dict[str, int] = {}
     for name, value in bound.arguments.items():
         kind = kinds[name]
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -332,4 +316,4 @@ def _canonical_arguments(
             positional.append(value)
         else:
             named[name] = value
-    return tuple(positional), named
+    return tuple(positional), tuple(named.items())
