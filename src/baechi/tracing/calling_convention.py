@@ -20,7 +20,15 @@ from torch import nn
 from baechi.errors import InputError
 from baechi.torch_support.torch_internals import has_own_operators, hooks_of
 from baechi.tracing.guards import Autocast
-from baechi.tracing.pytrees import Number, ObjectChanges, Parts, Structure, is_plain, paths
+from baechi.tracing.pytrees import (
+    MARK,
+    Number,
+    ObjectChanges,
+    Parts,
+    Structure,
+    is_plain,
+    mark_paths,
+)
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -71,17 +79,29 @@ class Call:
     @property
     def names(self) -> tuple[str, ...]:
         """A readable name per tensor."""
-        found = _names(self.structure.fill(self.tensors), torch.Tensor)
+        places = set(self.structure.places)
+        found = [label for i, label in enumerate(self._labels) if i not in places]
         carried = range(len(self.tensors) - len(found))
         return (*found, *(f"number {i}" for i in carried))
 
     @property
     def numbered(self) -> dict[str, Any]:
         """The constants by readable names, in the order of `structure.places`."""
-        marked = self.structure.mapped(lambda _: _Mark())
-        names = _names(marked.fill(self.tensors), _Mark)
-        values = [self.structure.constants[place] for place in self.structure.places]
-        return dict(zip(names, values, strict=False))
+        constants, labels = self.structure.constants, self._labels
+        return {labels[place]: constants[place] for place in self.structure.places}
+
+    @functools.cached_property
+    def _labels(self) -> list[str]:
+        """A readable name for each tensor and constant."""
+        marks = self.structure.mapped(lambda _: MARK)
+        positional, named = marks.fill([MARK] * len(self.tensors))
+        labels = (*(f"args.{i}" for i in range(len(positional))), *named)
+        seen: set[int] = set()
+        return [
+            ".".join((label, *path))
+            for label, value in zip(labels, (*positional, *named.values()), strict=True)
+            for path in mark_paths(value, seen)
+        ]
 
     def with_numbers(self, places: Sequence[int]) -> "Call":
         """The call with some of its ints, by their places among the constants, as sizes.
@@ -108,23 +128,6 @@ class Call:
         """`input [2, 8], mask [8]`, for people."""
         rows = zip(self.names, self.tensors, strict=True)
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
-
-
-@final
-class _Mark:
-    """Stands for a constant."""
-
-
-def _names(arguments: tuple[Sequence[Any], Mapping[str, Any]], kind: type) -> list[str]:
-    """A readable name for each value of a kind among the arguments `(args, kwargs)`."""
-    positional, named = arguments
-    labels = (*(f"args.{i}" for i in range(len(positional))), *named)
-    seen: set[int] = set()
-    return [
-        ".".join((label, *path))
-        for label, value in zip(labels, (*positional, *named.values()), strict=True)
-        for path in paths(value, seen, kind)
-    ]
 
 
 def changes(before: Call, now: Call) -> list[str]:

@@ -3,17 +3,10 @@
 `torch.compiler.is_exporting()` and `is_compiling()` return a flag (2.11 to 2.13), which
 `torch.export` sets. Here it is a number whose truth value depends on the calling code: replacing
 the functions would miss code that imported them by name, and `torch._dynamo.is_compiling` and the
-like, which return the flag. Where the eager branch cannot be traced, the last caller before the
-error gets True (`give_way`).
+like, which return the flag.
 
-Reading a fake tensor's value is an error, except where it is known (`KnownValues`): made of shapes
-and constants alone it is the same in every call of these shapes. Known values are computed on the
-CPU: they are the same on every device.
-
-Where sizes are symbols, values are those of the example's sizes. Integers and flags among the
-arguments are known, too, but of these forward may ask truth values alone: `if mask.all():`. Each
-question that depends on a symbol or an argument is kept with its answer (`Questions`): the trace
-holds where the answer is the same.
+Values that are known (`KnownValues`) are computed on the CPU: they are the same on every device.
+What forward asks about them is kept (`Questions`): the trace holds where the answers are the same.
 """
 
 import math

@@ -32,7 +32,7 @@ from baechi.torch_support.torch_internals import (
     hooks_of,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.guards import GradientMode
+from baechi.tracing.guards import OURS, GradientMode
 from baechi.tracing.observers import FORWARD, observes, recording
 from baechi.tracing.workarounds import CustomFunctions
 
@@ -150,7 +150,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(*TRACER_CHECK, _untraced)
         replace(inference_mode, "__enter__", _enter_no_grad)
         replace(inference_mode, "__exit__", _exit_no_grad)
-        stack.enter_context(mode.watched())
+        replace(torch, "is_grad_enabled", partial(_grad_enabled, mode))
         yield functions
     if lost:
         raise TraceError(
@@ -226,6 +226,13 @@ def _unnested(
                 "enable_nested_tensor=False"
             )
     return own(encoder, src, mask, src_key_padding_mask, is_causal)
+
+
+def _grad_enabled(mode: GradientMode, own: Callable[[], bool]) -> bool:
+    """What the model's code, or torch's layers for it, read is noted."""
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    ours = caller.partition(".")[0] in OURS and not caller.startswith("torch.nn.modules.")
+    return own() if ours else mode.read() and own()
 
 
 def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:

@@ -1,20 +1,8 @@
 """Families: the calls that one trace with symbolic sizes can run.
 
-    first call                     a trace of its sizes alone
-    a second one of other sizes    a trace with symbols for those sizes, and ints, that differ
-    any further one                the sizes are put in for the symbols, and guards are checked
-
-A call is of a family if it differs from the traced one in symbolic sizes alone, and
-
-    places      sizes and strides of arguments are what the symbols say: relations, layouts
-    conditions  all that Python code, the tracer, or a run on fake tensors decided by sizes holds:
-                branches, views or copies
-    lengths     0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
-                torch treats these as special
-    questions   what eager branches asked about sizes and arguments has the same answers
-                (`export_branches`)
-
-Nothing after the trace is symbolic: `facts` are ints, of the same nodes in the same order.
+`docs/runtime.md`, "More than one shape of call", has the guards: relations and layouts of arguments
+(`Family.values`), what was decided by sizes, lengths of 0 and 1 (`holds`), and questions about
+values (`answers`). Nothing after the trace is symbolic: `facts` are ints, of the same nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

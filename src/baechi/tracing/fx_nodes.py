@@ -1,9 +1,8 @@
 """Nodes of traced graphs: names, arguments by name, the model's own lines, and rewrites.
 
-Nodes without effect (`without_effectless`) are checks, and casts to the type that is there. The
-checks are of shapes and types, which a placed module compares at each call anyway. A cast that
-returns its input unchanged separates one reader of that tensor from the others: autograd would sum
-the gradients in another order than the model's, and so round differently.
+Nodes without effect (`without_effectless`) are checks of shapes and types, and casts to the type
+that is there. Such a cast separates one reader of a tensor from the others: autograd would sum the
+gradients in another order than the model's, and so round differently.
 
 Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
 each of the two gradients by itself to those of the value's other readers. A reader on another tape

@@ -16,8 +16,6 @@ import argparse
 import copy
 import dataclasses
 import linecache
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +26,6 @@ from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, final
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -39,7 +36,7 @@ from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL
 
 _KINDS: Final = ("cpu", "cuda")
-_OURS: Final = ("torch", "baechi")  # whose code is not the model's
+OURS: Final = ("torch", "baechi")  # whose code is not the model's
 
 
 @final
@@ -89,21 +86,6 @@ class GradientMode:
         """The caller's mode, for which the trace then holds."""
         self._was_read = True
         return self._on
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Run the model's Python inside a tracer."""
-        own, tracer = torch.is_grad_enabled, threading.get_ident()
-
-        def is_grad_enabled() -> bool:
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-            ours = caller.partition(".")[0] in _OURS and not caller.startswith("torch.nn.modules.")
-            if threading.get_ident() != tracer or ours:
-                return own()
-            return self.read() and own()
-
-        with patch.object(torch, "is_grad_enabled", is_grad_enabled):
-            yield
 
 
 @final
@@ -352,7 +334,7 @@ def _is_record(value: Any, depth: int = 3) -> bool:
     Or any object that holds plain values and records alone.
     """
     kind = type(value)
-    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in _OURS:
+    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in OURS:
         return False
     if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
         return True
@@ -501,7 +483,7 @@ def _words(answer: bool) -> str:
 def model_line() -> str:
     """The innermost line that runs now and is neither torch's nor ours."""
     for frame, line in traceback.walk_stack(None):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OURS:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in OURS:
             file = frame.f_code.co_filename
             return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
     return "a line of its own"

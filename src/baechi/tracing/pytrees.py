@@ -322,14 +322,17 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
-def paths(value: Any, seen: set[int], kind: type = torch.Tensor) -> Iterator[tuple[str, ...]]:
-    """The path of each tensor, or value of another kind, in the order of `Parts`."""
+MARK: Final = object()  # in place of a tensor or a constant
+
+
+def mark_paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
+    """The path of each mark, in the order of `Parts`; `seen` are the objects known already."""
     rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
-        if isinstance(leaf, kind):
+        if leaf is MARK:
             yield keys
-        elif _is_object(leaf) and id(leaf) not in seen:
+        elif id(leaf) not in seen:
             seen.add(id(leaf))
             for label, held in zip(*_contents(leaf), strict=True):
-                yield from ((*keys, str(label), *inner) for inner in paths(held, seen, kind))
+                yield from ((*keys, str(label), *inner) for inner in mark_paths(held, seen))

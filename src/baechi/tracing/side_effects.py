@@ -11,8 +11,8 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType, ModuleType
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, Final, final
 
 import torch
@@ -294,18 +294,11 @@ def _cached_functions(rows: list[Any]) -> list[Any]:
             elif kind in _WRAPPERS and id(value) not in seen:
                 seen.add(id(value))
                 inner.append(getattr(value, "__wrapped__", None))
-                cells = getattr(value, "__closure__", None) or ()
-                inner += [cell.cell_contents for cell in cells if _is_filled(cell)]
+                for cell in getattr(value, "__closure__", None) or ():
+                    with suppress(ValueError):  # it is empty
+                        inner.append(cell.cell_contents)
         values = inner
     return list(found.values())
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _holders(model: nn.Module) -> list[Any]:
