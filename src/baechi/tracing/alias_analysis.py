@@ -75,6 +75,14 @@ class NodeFacts:
     checks: bool = False
     looks: bool = False
 
+    @property
+    def acts(self) -> bool:
+        """True if it has an effect besides its values."""
+        return bool(self.writes or self.random or self.checks or self.looks)
+
+
+NOTHING: Final = NodeFacts()
+
 
 @final
 @dataclass

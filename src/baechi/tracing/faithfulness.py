@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -141,7 +141,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(saved_tensors_hooks, "__enter__", _saving)
         # Every public way to compute gradients calls this function.
         replace(torch.autograd, "_engine_run_backward", _gradients)
-        stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
+        stack.enter_context(patch.object(torch.Tensor, "data", _data(), create=True))
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
@@ -275,25 +275,23 @@ def _exit_no_grad(_: Any, block: Any, *__: Any) -> None:
     torch.set_grad_enabled(block.before)
 
 
-@final
-class _Data:
+def _data() -> property:
     """`Tensor.data` while a tracer runs, which would see its values as a constant."""
+    own: Any = torch._C.TensorBase.data
+    tracer = threading.get_ident()
 
-    def __init__(self) -> None:
-        self._own: Any = torch._C.TensorBase.data
-        self._tracer = threading.get_ident()
+    def is_traced(tensor: Any) -> bool:
+        return isinstance(tensor, FakeTensor) and threading.get_ident() == tracer
 
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        """The tensor without a gradient; in the graph where it is traced."""
-        if tensor is None:
-            return self
-        traced = isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer
-        return tensor.detach() if traced else self._own.__get__(tensor, owner)
+    def read(tensor: Any) -> Any:
+        return tensor.detach() if is_traced(tensor) else own.__get__(tensor)
 
-    def __set__(self, tensor: Any, value: Any) -> None:
-        if isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer:
+    def write(tensor: Any, value: Any) -> None:
+        if is_traced(tensor):
             _refuse("Tensor.data = ...")
-        self._own.__set__(tensor, value)
+        own.__set__(tensor, value)
+
+    return property(read, write)
 
 
 def _assigned(name: str) -> property:

@@ -5,7 +5,7 @@
 values (`answers`). Nothing after the trace is symbolic: `facts` are ints, of the same nodes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
@@ -83,10 +83,11 @@ def known_places(before: Call, family: "Family | None", call: Call) -> frozenset
     if changes is None:
         return frozenset()
     given = frozenset(place for place in changes if place[0] < len(call.tensors))
-    return frozenset(place for place in places | given if _size_at(call, place) > 1)
+    return frozenset(place for place in places | given if size_at(call, place) > 1)
 
 
-def _size_at(call: Call, place: Place) -> int:
+def size_at(call: Call, place: Place) -> int:
+    """The size, or the int, at a place."""
     index, at = place
     size: int = call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
     return size
@@ -119,9 +120,9 @@ def check_dynamic(dynamic: Any) -> Dynamic:
     return {name: dict(row) for name, row in dynamic.items()}
 
 
-def _spans(call: Call, dynamic: Mapping[str, Any]) -> Iterator[tuple[Place, int, int]]:
+def declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, tuple[int, int]]:
     """The declared sizes of a call, with the smallest and the largest that are meant."""
-    names = call.names
+    names, found = call.names, dict[Place, tuple[int, int]]()
     for name, row in dynamic.items():
         owned = [i for i, own in enumerate(names) if own == name or own.startswith(f"{name}.")]
         if not owned:
@@ -134,22 +135,10 @@ def _spans(call: Call, dynamic: Mapping[str, Any]) -> Iterator[tuple[Place, int,
                 rank = call.tensors[index].dim()
                 if not -rank <= dim < rank:
                     raise InputError(f"dynamic has dimension {dim} of {name!r}, which has {rank}.")
-                span = (what, 2, 2) if isinstance(what, str) else what
-                yield (index, dim % rank), span[1], max(span[2], call.tensors[index].shape[dim])
-
-
-def declared(call: Call, dynamic: Mapping[str, Any]) -> frozenset[Place]:
-    """The declared sizes that are large enough in a call to be symbols."""
-    return frozenset(
-        (index, dim)
-        for (index, dim), least, _ in _spans(call, dynamic)
-        if call.tensors[index].shape[dim] >= least
-    )
-
-
-def largest_declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, int]:
-    """The largest size that is meant, of each that is declared."""
-    return {place: largest for place, _, largest in _spans(call, dynamic)}
+                size = call.tensors[index].shape[dim]
+                _, least, largest = (what, 2, 2) if isinstance(what, str) else what
+                found[index, dim % rank] = least, max(largest, size)
+    return found
 
 
 def dynamic_shapes(call: Call, places: frozenset[Place]) -> tuple[dict[int, Any], ...]:

@@ -12,7 +12,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.fx_nodes import node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
-from baechi.tracing.partition import Partition
+from baechi.tracing.partition import Partition, living
 
 
 def resized(traced: Traced, values: Sequence[int]) -> Traced:
@@ -78,12 +78,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
-    alive: set[fx.Node] = set()
-    for node in reversed(module.graph.nodes):
-        known = facts.nodes.get(node)
-        kept = known is None or known.writes or known.random or known.checks or known.looks
-        if node in alive or kept or node.op == "placeholder":
-            alive |= {node, *node.all_input_nodes}
+    alive = set(living(module.graph, facts))
 
     def show(node: fx.Node) -> Any:
         if node in names:
@@ -96,8 +91,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             rows.append(("output", fx.node.map_arg(node.args, show)))
             continue
         fact = facts.nodes[node]
-        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
-        number = not acts and node.op not in ("placeholder", "get_attr")
+        number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
         arguments = fx.node.map_arg(_arguments(node, facts), show)
