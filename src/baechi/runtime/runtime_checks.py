@@ -11,7 +11,7 @@ from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
 from baechi.torch_support.torch_internals import state_of
 from baechi.traced.traced_model import Traced
-from baechi.tracing.held_objects import HeldObjects
+from baechi.tracing.guards import HeldObjects
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.subgraph import opaque_leaves
 

@@ -15,8 +15,7 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.tracing.calling_convention import Call, changes
 from baechi.tracing.faithfulness import HOOKS
-from baechi.tracing.guards import Attributes
-from baechi.tracing.held_objects import HeldObjects
+from baechi.tracing.guards import Attributes, HeldObjects
 
 _MOST_KEYS: Final = 4096  # calls that joined families and are found by their key alone
 
