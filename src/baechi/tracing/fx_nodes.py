@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -38,7 +38,7 @@ def operator_name(node: fx.Node) -> str:
 
 def target_name(node: fx.Node) -> str:
     """What a node runs; a function by its name, since its text would have its address."""
-    if isinstance(node.target, FunctionType):
+    if isinstance(node.target, FunctionType | BuiltinFunctionType):
         return f"{node.target.__module__}.{node.target.__qualname__}"
     return str(node.target)
 
