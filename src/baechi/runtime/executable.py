@@ -19,7 +19,6 @@ from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
-from baechi.runtime.autograd.gradient_plan import keeping_strides
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
@@ -114,7 +113,6 @@ class Executable:
         self._rewritten = _rewritten(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
-        self._keeping_strides = keeping_strides(module.facts.nodes)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
@@ -198,18 +196,9 @@ class Executable:
         return self.module.answers(self._carrying(call))
 
     def joined(self, call: Call) -> tuple[int, ...] | None:
-        """The sizes of a call that this can run, as values of its family's symbols; else None.
-
-        What the runtime decided by sizes must be the same there.
-        """
+        """The sizes of a call that this can run, as values of its family's symbols; else None."""
         values = None if self.family is None else self.family.joined(call)
-        if self.family is None or values is None:
-            return None
-        if self.training:  # without a backward nothing depends on them
-            facts = self.family.facts(values)
-            if keeping_strides(facts.nodes) != self._keeping_strides:
-                return None
-        return values if self.takes(call) else None
+        return values if values is not None and self.takes(call) else None
 
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)
