@@ -244,7 +244,6 @@ class _Binder:
             exits=len(part.exits),
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
-            by_hand=any(map(_is_by_hand, nodes)),
             parameters=parameters,
             sums=tuple(sums),
             recomputation=self._recomputation(tape, part)
@@ -384,9 +383,3 @@ class _Binder:
             return True
         forward = structure.ops[producer].forward[0]
         return layout.device(layout.tape_of[forward]) == place.device
-
-
-def _is_by_hand(node: fx.Node) -> bool:
-    """True if its backward may be custom Python: neither torch's nor composed of torch's."""
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-    return node.op == "call_module" or (node.op == "call_function" and not own)

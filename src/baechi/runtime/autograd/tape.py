@@ -78,7 +78,6 @@ class TapeCode:
     # the gradients that come back, in the order in which they are added up.
     seeds: tuple[tuple[int, ...], ...]
     large: bool  # whether these are many bytes, so that each should go as soon as it is used
-    by_hand: bool  # whether an operator's backward is custom Python
     # (parameter, slot of its gradient) of those that no entry stands for.
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     # (slot of the sum, slot) of what is added up after its backward, in this order.
@@ -329,8 +328,7 @@ class TapeCode:
         pairs = [(edge, seed) for edge, seed in found if edge is not None]
         graded = [(edge, seed) for edge, seed in pairs if seed is not None]
         # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
-        apart = self.by_hand and len(graded) < len(pairs)
-        if record.end is not None and graded and not apart:
+        if record.end is not None and graded and len(graded) == len(pairs):
             record.seeds += [seed for _, seed in pairs]
             return [record.end[0]], [record.end[1]]
         return [edge for edge, _ in graded], [seed for _, seed in graded]
