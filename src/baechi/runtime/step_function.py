@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.runtime.autograd.binding import BoundResult
-from baechi.runtime.autograd.step import OutputFunction, Seeds, Step
+from baechi.runtime.autograd.step import OutputFunction, Step
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
@@ -44,7 +44,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.spent = False
-        self.seeds = Seeds(self.executor.bound.sizes.grads, self.step.meter)
         self.graded = [t.requires_grad for t in self.call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self._origins: list[tuple[BoundResult, int]] = []  # of each its result, and its leaf there
@@ -80,7 +79,7 @@ class Plan:
         for token, value, (row, leaf) in zip(tokens, values, self._origins, strict=True):
             base = row.sharing[leaf].base(value, self.call.tensors)
             slot = row.grads[leaf], row.device
-            output = OutputFunction.apply(self.seeds, slot, token, value, [base])  # type: ignore[no-untyped-call]
+            output = OutputFunction.apply(self.step, slot, token, value, [base])  # type: ignore[no-untyped-call]
             if base is not None and base is not value:
                 allow_writes(output)  # it is the base's history that they change
             outputs.append(output)
@@ -141,7 +140,7 @@ class Plan:
                 )
         self.spent = not keep
         step, bound = self.step, self.executor.bound
-        step.grads, step.keep = self.seeds.taken(), keep
+        step.keep = keep
         self.executor.run(step, 1)
         result: list[torch.Tensor | None] = []
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
@@ -160,7 +159,7 @@ class Plan:
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
         self.executor.meet(step)
-        step.grads = []
+        step.grads = [None] * len(step.grads)
         return result
 
 

@@ -98,7 +98,8 @@ class Step:
         self.slots: list[Any] = [None] * sizes.slots
         self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
         self.results: list[Any] = [None] * sizes.results
-        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # between tapes
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # the caller's, between tapes
+        self._pass = -1  # which of autograd's passes the caller's are of
         # For every tape what its backward needs, the sources of what entered it that the caller may
         # write into, and the inputs to run again, if it must.
         self.records: list[Record | None] = [None] * sizes.tapes
@@ -117,6 +118,16 @@ class Step:
         """Count what is made inside; autograd takes the mode along to the thread of a GPU."""
         return nullcontext() if self.meter is None else self.meter.counting(device)
 
+    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        current = backward_id()
+        if current != self._pass:  # one that failed may have left gradients
+            self._pass = current
+            self.grads = [None] * len(self.grads)
+        if self.meter is not None:
+            self.meter.hold(device, gradient)
+        self.grads[slot] = gradient
+
     def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: nothing else holds it then."""
         total: torch.Tensor | None = None
@@ -132,31 +143,6 @@ class Step:
             for index, tensor in self.moved.items():
                 self.inputs[index].copy_(tensor)
         self.moved.clear()
-
-
-@final
-class Seeds:
-    """The caller's gradients of a step's outputs, by slot, until its backward takes them."""
-
-    def __init__(self, n: int, meter: Meter | None) -> None:
-        self._meter = meter
-        self._pass = -1  # which of autograd's passes the gradients that wait here are of
-        self._rows: list[torch.Tensor | None] = [None] * n
-
-    def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
-        """Take the caller's gradient of an output."""
-        current = backward_id()
-        if current != self._pass:  # one that failed may have left gradients
-            self._pass = current
-            self._rows = [None] * len(self._rows)
-        if self._meter is not None:
-            self._meter.hold(device, gradient)
-        self._rows[slot] = gradient
-
-    def taken(self) -> list[torch.Tensor | None]:
-        """By slot those that have come, and nothing of them stays here."""
-        rows, self._rows = self._rows, [None] * len(self._rows)
-        return rows
 
 
 @final
@@ -225,14 +211,14 @@ class OutputFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        seeds: Seeds,
+        step: Step,
         slot: tuple[int, int],
         token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
         value: torch.Tensor,
         bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
     ) -> torch.Tensor:
         """The value itself; as a view of its base, if it has one (`Sharing.base`)."""
-        ctx.seeds, ctx.slot = seeds, slot
+        ctx.step, ctx.slot = step, slot
         ctx.set_materialize_grads(False)
         (base,) = bases
         if base is None:
@@ -248,5 +234,5 @@ class OutputFunction(torch.autograd.Function):
             return (None, None, None, None, None)
         # The tensor itself: if others hold it, it must not become a parameter's `.grad`, and an
         # alias of it would look unshared.
-        ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
+        ctx.step.seed(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
         return (None, None, gradient.new_empty(0), None, None)
