@@ -26,6 +26,7 @@ from baechi.records.instructions import Copy, Free, Place, Program, Wait
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Step
 from baechi.tracing.calling_convention import INSIDE
+from baechi.tracing.guards import Autocast
 
 Action = Callable[[Step], None]
 
@@ -278,9 +279,7 @@ class _ThreadState:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu")
-        self._dtype = torch.get_autocast_dtype("cpu")
-        self._caching = torch.is_autocast_cache_enabled()
+        self._autocast = Autocast.current()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -289,6 +288,5 @@ class _ThreadState:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            if self._autocast:
-                stack.enter_context(torch.autocast("cpu", self._dtype, cache_enabled=self._caching))
+            stack.enter_context(self._autocast.applied())
             yield
