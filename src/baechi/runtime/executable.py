@@ -111,6 +111,7 @@ class Executable:
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing_guard = SharingGuard(module)
         self._rewritten = _rewritten(module)
+        self._viewed = _viewed(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
@@ -299,6 +300,20 @@ class Executable:
                 "with gradients passes none on. Call the model under torch.no_grad(), or the "
                 "unsplit one."
             )
+        if self._rewritten:
+            name = call.names[self._rewritten[0]]
+            raise ExecutionError(
+                f"forward writes into its argument {name!r} in place, and "
+                "needs the gradient of what it writes: outside of the model there is no graph of "
+                "the new values. Let forward write into a copy (x = x.clone())."
+            )
+        for index in self._viewed:
+            if call.tensors[index].requires_grad:
+                raise ExecutionError(
+                    f"the model returns a view of its argument {call.names[index]!r}, and autograd "
+                    "would not know that they share memory, where it needs a gradient. Let forward "
+                    "return a copy (x.clone())."
+                )
         if is_checkpointed():
             raise ExecutionError(
                 "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
@@ -318,8 +333,6 @@ class Executable:
         plan = Plan(executor, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
-        if self._rewritten:
-            plan.rewrite(self._rewritten)
         return self._finish(call, plan.merge(tokens))
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
@@ -366,6 +379,16 @@ def _rewritten(module: TracedModule) -> list[int]:
     }
     given = module.graph_module.graph.find_nodes(op="placeholder")
     return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
+
+
+def _viewed(module: TracedModule) -> list[int]:
+    """The caller's tensors, by index, of which a result with a gradient is a view."""
+    facts, written = module.facts.nodes, module.facts.written
+    results = module.graph_module.graph.output_node().all_input_nodes
+    made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
+    seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
+    given = module.graph_module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(given) if any(v.storage in seen for v in facts[n].values)]
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:

@@ -109,14 +109,6 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def allow_writes(view: torch.Tensor) -> None:
-    """Let autograd treat a view that a function made as one that the caller made.
-
-    It refuses writes into the former, since the function's backward would go unused.
-    """
-    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
-
-
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     """The hooks that `register_hook` gave a tensor."""
     return tensor._backward_hooks or {}

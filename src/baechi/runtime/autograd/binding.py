@@ -18,7 +18,7 @@ from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step import Sharing, Sizes, Step, sharing_of
+from baechi.runtime.autograd.step import Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.fx_nodes import op_name
@@ -70,7 +70,7 @@ class BoundResult:
     value: int  # its number
     device: int  # the logical device that makes it
     grads: tuple[int, ...]  # for each of its tensors the slot of the caller's gradient
-    sharing: tuple[Sharing, ...]  # for each of its tensors the memory that it shares
+    sharing: tuple[bool, ...]  # for each of its tensors whether others share its memory
     read: bool  # whether the model reads it, too
 
 

@@ -145,58 +145,18 @@ class Step:
         self.moved.clear()
 
 
-@final
-@dataclass(frozen=True)
-class Sharing:
-    """The memory that an output shares, as its trace has it.
+def sharing_of(module: TracedModule, results: Sequence[fx.Node]) -> dict[fx.Node, tuple[bool, ...]]:
+    """Whether each tensor of a result shares memory with another result, a parameter or a buffer.
 
     Autograd sees no relation between the outputs of a step. So it refuses a write into one that
-    shares memory, and advises to clone it; an output that is a view of an argument, which has a
-    history outside of the step, may be written.
-
-    Attributes:
-        argument: The caller's tensor that it is a view of, by index; -1 for none.
-        others: Whether it shares memory with another output, or with a parameter or buffer.
+    shares memory, and advises to clone it.
     """
-
-    argument: int
-    others: bool
-
-    def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The base of an output's view: an argument, itself if writes are refused, or None."""
-        if self.argument >= 0 and _is_view(value, tensors[self.argument]):
-            return tensors[self.argument]
-        return value if self.others else None
-
-
-def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """True if autograd can take a value for a view of a base that has a gradient."""
-    if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
-        return False
-    one, two = ((t.dtype, t.is_conj(), t.is_neg()) for t in (value, base))
-    return one == two and value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-
-
-def sharing_of(
-    module: TracedModule, results: Sequence[fx.Node]
-) -> dict[fx.Node, tuple[Sharing, ...]]:
-    """The memory that each tensor of each result of a traced model shares."""
     facts, graph = module.facts.nodes, module.graph_module.graph
     count = Counter(value.storage for node in results for value in facts[node].values)
-    # What forward writes has another history since: a result is no view of what it was.
-    written = module.facts.written
-    arguments = {
-        value.storage: index
-        for index, node in enumerate(graph.find_nodes(op="placeholder"))
-        for value in facts[node].values
-        if value.storage not in written
-    }
-    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values} - written
+    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values}
+    state -= module.facts.written
     return {
-        node: tuple(
-            Sharing(arguments.get(storage, -1), count[storage] > 1 or storage in state)
-            for storage in (value.storage for value in facts[node].values)
-        )
+        node: tuple(count[v.storage] > 1 or v.storage in state for v in facts[node].values)
         for node in results
     }
 
@@ -215,17 +175,12 @@ class OutputFunction(torch.autograd.Function):
         slot: tuple[int, int],
         token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
         value: torch.Tensor,
-        bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
+        shared: bool,
     ) -> torch.Tensor:
-        """The value itself; as a view of its base, if it has one (`Sharing.base`)."""
+        """The value itself; a view, into which autograd refuses writes, if its memory is shared."""
         ctx.step, ctx.slot = step, slot
         ctx.set_materialize_grads(False)
-        (base,) = bases
-        if base is None:
-            return value.detach()
-        if base is value:
-            return value.view_as(value)  # a view made in a function: autograd refuses writes
-        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+        return value.view_as(value) if shared else value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
