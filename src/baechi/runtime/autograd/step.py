@@ -21,7 +21,6 @@ from baechi.torch_support.torch_internals import backward_id, set_version, versi
 from baechi.tracing.lowering import TracedModule
 
 Edges = list[GradientEdge | None]
-ParameterEdges = dict[torch.nn.Parameter, GradientEdge]
 
 
 @final
@@ -65,9 +64,12 @@ class CutTensor:
 class Record:
     """The state that a tape's backward needs."""
 
-    entered: Edges  # of every entry that has a gradient, or None
-    published: Edges  # of every tensor that left with a gradient, or None
-    parameters: ParameterEdges = field(default_factory=dict)  # where they are cut off
+    entered: Edges = field(default_factory=list)  # of every entry that has a gradient, or None
+    published: Edges = field(default_factory=list)  # of all that left with a gradient, or None
+    # Of parameters, where they are cut off.
+    parameters: dict[torch.nn.Parameter, GradientEdge] = field(default_factory=dict)
+    # The sources of what entered that the caller may write into.
+    cuts: list[CutTensor] = field(default_factory=list)
     # The edge behind all that left, and an empty tensor to begin with, if `seeds` is used.
     end: tuple[GradientEdge, torch.Tensor] | None = None
     seeds: list[torch.Tensor | None] = field(default_factory=list)  # the gradients for the end
@@ -100,10 +102,8 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # the caller's, between tapes
         self._pass = -1  # which of autograd's passes the caller's are of
-        # For every tape what its backward needs, the sources of what entered it that the caller may
-        # write into, and the inputs to run again, if it must.
+        # For every tape what its backward needs, and the inputs to run again, if it must.
         self.records: list[Record | None] = [None] * sizes.tapes
-        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
         self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}  # values between tapes that run again, by slot
         self.keep = False  # whether the running backward leaves the graph for another

@@ -112,15 +112,15 @@ class _Gates:
         self._locks: list[threading.Lock] = []
 
     def add(self) -> int:
-        """A new gate, which `reset` closes."""
+        """A new gate, closed."""
         self._locks.append(threading.Lock())
+        self._locks[-1].acquire()
         return len(self._locks) - 1
 
     def reset(self) -> None:
-        """Close all gates, after a failure or at first."""
-        for number in range(len(self._locks)):
-            self._locks[number] = gate = threading.Lock()
-            gate.acquire()
+        """Close all gates after a failure."""
+        for gate in self._locks:
+            gate.acquire(blocking=False)
         self.failure = None
 
     def wait(self, number: int, step: Step) -> None:  # noqa: ARG002 (an action)
@@ -157,7 +157,6 @@ class CpuExecutor:
         self.bound = bound
         self._gates = _Gates()
         self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
-        self._gates.reset()
         self._workers: list[_Worker] = []
         self.threads: int | None = None
         used = sorted({tape.device for tape in program.tapes})
