@@ -377,8 +377,7 @@ def _rewritten(module: TracedModule) -> list[int]:
         for value in fact.values
         if value.requires_grad and value.storage in fact.writes
     }
-    given = module.graph_module.graph.find_nodes(op="placeholder")
-    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
+    return _arguments_in(storages, module)
 
 
 def _viewed(module: TracedModule) -> list[int]:
@@ -387,8 +386,13 @@ def _viewed(module: TracedModule) -> list[int]:
     results = module.graph_module.graph.output_node().all_input_nodes
     made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
     seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
-    given = module.graph_module.graph.find_nodes(op="placeholder")
-    return [i for i, n in enumerate(given) if any(v.storage in seen for v in facts[n].values)]
+    return _arguments_in(seen, module)
+
+
+def _arguments_in(storages: set[int], module: TracedModule) -> list[int]:
+    """The caller's tensors, by index, that are in some storages."""
+    facts, given = module.facts.nodes, module.graph_module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:

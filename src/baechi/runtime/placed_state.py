@@ -88,14 +88,9 @@ class Entry:
         n = len(self.specializations)
         return f"{n} of {self.path}" if n else f"{self.path} unsplit"
 
-    @property
-    def is_held(self) -> bool:
-        """True if the module calls this."""
-        return vars(self.module).get(CALL) is self
-
     def release(self) -> None:
         """Let the module call what it called before."""
-        if self.is_held:
+        if vars(self.module).get(CALL) is self:
             del vars(self.module)[CALL]
             if self.plain != plain_call(self.module):
                 vars(self.module)[CALL] = self.plain
@@ -209,7 +204,12 @@ class PlacedState:
         """
         with self.lock:
             try:
-                refuse_tracers()
+                if tracer := foreign_tracer():
+                    raise ExecutionError(
+                        f"{tracer} looks through the Python of a model, and a placed one runs on "
+                        "its own workers: give it model = placed.unplace(), or a "
+                        "copy.deepcopy(placed)."
+                    )
                 call = canonical_call(entry.module, args, kwargs)
                 special = self.special(entry, call)
             except BaechiError as error:
@@ -296,19 +296,15 @@ class PlacedState:
             if path and next(chain(module.parameters(), module.buffers()), None) is not None
         }
         for module in self.entries.keys() - parts.keys():
-            self._drop(self.entries.pop(module))
+            entry = self.entries.pop(module)
+            entry.release()
+            for special in entry.specializations:
+                special.close()
+                self.latest = None if special is self.latest else self.latest
         for module, path in parts.items():
             known = self.entries.get(module)
-            if known is None or not known.is_held:
+            if known is None or vars(module).get(CALL) is not known:
                 self.entries[module] = vars(module)[CALL] = Entry(module, path, self)
-
-    def _drop(self, entry: Entry) -> None:
-        """Forget an entry whose module is no part any more."""
-        entry.release()
-        for special in entry.specializations:
-            special.close()
-            if special is self.latest:
-                self.latest = None
 
     def measure(
         self, metered: Callable[[], Any], optimizer: torch.optim.Optimizer | None, steps: int
@@ -360,13 +356,3 @@ class PlacedState:
         self._settled.clear()
         for tensor, device in self.origins:
             move(tensor, device)
-
-
-def refuse_tracers() -> None:
-    """Raise an `ExecutionError` if a tracer or transform of torch is around the call."""
-    tracer = foreign_tracer()
-    if tracer:
-        raise ExecutionError(
-            f"{tracer} looks through the Python of a model, and a placed one runs on its own "
-            "workers: give it model = placed.unplace(), or a copy.deepcopy(placed)."
-        )
