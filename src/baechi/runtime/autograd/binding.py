@@ -282,7 +282,6 @@ class _Binder:
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
-            opaque=any(not type(leaf).__module__.startswith("torch.nn.") for leaf in leaves),
             random=any(facts[node].random for node in nodes),
             crossing=tuple(
                 (argument, slot, end == tape and last[slot] == argument)

@@ -19,11 +19,11 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.recompute import Recomputation, dropped
+from baechi.runtime.autograd.recompute import Recomputation
 from baechi.runtime.autograd.step import CutTensor, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.torch_internals import TapeEnd, delayed_error, gradients, keeping_graphs
+from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
 
 
 @final
@@ -108,8 +108,7 @@ class TapeCode:
         again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
         record = self._cut(step, arguments) if step.differentiate else Record()
-        with nullcontext() if again is None or again.opaque else dropped():
-            results = self._call(arguments)
+        results = self._call(arguments)
         leaving = self._publish(step, results, mine)
         if again is not None:
             if again.leaving or any(tensor.requires_grad for tensor in leaving):
@@ -326,15 +325,6 @@ class TapeCode:
             record.seeds += [seed for _, seed in pairs]
             return [record.end[0]], [record.end[1]]
         return [edge for edge, _ in graded], [seed for _, seed in graded]
-
-
-def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same tensors as the beginning of a graph of their own.
-
-    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
-    """
-    return delayed_error("a tape's backward stops here", tensors)
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:
