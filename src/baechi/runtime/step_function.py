@@ -42,9 +42,9 @@ class Plan:
     def __post_init__(self) -> None:
         self.spent = False
         self.graded = [tensor.requires_grad for tensor in self.call.tensors]
-        self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
-        # Of each its result, its number among the tensors there, and its place in a list.
-        self._origins: list[tuple[BoundResult, int, list[Any], int]] = []
+        # The tensors among the results with gradients; of each its result, its number among the
+        # tensors there, and its place in a list.
+        self.outputs: list[tuple[torch.Tensor, BoundResult, int, list[Any], int]] = []
         # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
         self._parts: list[tuple[list[Any], pytree.TreeSpec]] = []  # results, taken apart
@@ -62,16 +62,14 @@ class Plan:
             tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             for number, i in enumerate(tensors):
                 if flag is True or (flag is not False and flag[number]):
-                    self.outputs.append(leaves[i])
-                    self._origins.append((row, number, leaves, i))
+                    self.outputs.append((leaves[i], row, number, leaves, i))
                     leaves[i] = None
         step.slots, step.results, step.inputs = [], [], ()
 
     def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
         """The results, with autograd's own tensors, each behind its token, if with gradients."""
-        values, self.outputs = self.outputs, []
-        origins, self._origins = self._origins, []
-        for token, value, (row, number, leaves, i) in zip(tokens, values, origins, strict=True):
+        outputs, self.outputs = self.outputs, []
+        for token, (value, row, number, leaves, i) in zip(tokens, outputs, strict=True):
             slot, shared = (row.grads[number], row.device), row.sharing[number]
             leaves[i] = output = OutputFunction.apply(self.step, slot, token, value, shared)  # type: ignore[no-untyped-call]
             if row.read:
@@ -145,7 +143,7 @@ class StepFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         plan.forward()
-        return tuple(tensor.new_empty(0) for tensor in plan.outputs)
+        return tuple(tensor.new_empty(0) for tensor, *_ in plan.outputs)
 
     @staticmethod
     def backward(ctx: Any, *tokens: torch.Tensor | None) -> tuple[Any, ...]:  # noqa: ARG004
