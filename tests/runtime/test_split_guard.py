@@ -47,7 +47,7 @@ def place(model: nn.Module, **options: Any) -> Any:
     profile = placing.made_up_profile(baechi.trace(model, (x,)))
     placed = baechi.place(
         model,
-        {"cpu:0": "1GiB", "cpu:1": "1GiB"},
+        placing.cpus(2, "1GiB"),
         **{"costs": profile, "training": False, "progress": False} | options,
     )
     placed(x)

@@ -151,27 +151,31 @@ def test_parts_have_no_plans_while_the_model_itself_runs() -> None:
     assert repr(placed) == "PlacedModule(Counting, 1 specialization)"
 
 
-def test_calls_run_side_by_side_and_a_plan_alone() -> None:
-    lock, calls, plans, overlaps, together = CallLock(), [0], [0], [], []
+def test_guests_run_side_by_side_and_owners_alone() -> None:
+    lock, guests, owners = CallLock(), [0], [0]
+    together: list[int] = []
+    overlaps: list[int] = []
 
     def call() -> None:
         for _ in range(300):
-            with lock.side_by_side():
-                calls[0] += 1
-                together.append(calls[0])
-                overlaps.append(plans[0])
-                time.sleep(0)
-                with lock.side_by_side():
-                    assert lock.is_mine
-                calls[0] -= 1
+            lock.enter()
+            guests[0] += 1
+            together.append(guests[0])
+            overlaps.append(owners[0])
+            time.sleep(0)
+            lock.enter()
+            assert lock.is_mine
+            lock.leave()
+            guests[0] -= 1
+            lock.leave()
 
     def plan() -> None:
         for _ in range(100):
-            with lock.alone():
-                plans[0] += 1
-                overlaps.append(plans[0] - 1 + calls[0])
+            with lock, lock:
+                owners[0] += 1
+                overlaps.append(owners[0] - 1 + guests[0])
                 time.sleep(0)
-                plans[0] -= 1
+                owners[0] -= 1
 
     threads = [threading.Thread(target=work) for work in (call, call, call, plan, plan)]
     for thread in threads:
@@ -180,4 +184,5 @@ def test_calls_run_side_by_side_and_a_plan_alone() -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not any(overlaps)
+    assert max(together) > 1
     assert not lock.is_mine
