@@ -24,7 +24,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import overflows, simulate
+from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -301,7 +301,10 @@ class _Planner:
             *(traced, placement, None, graph, self.cluster),
             *(self.threads, self.compile, self.cuda_graphs),
         )
-        special.unsplit_on = self._unsplit_on(graph, placement)
+        if not self.needs_runtime and len(set(placement.devices)) == 1:
+            peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
+            if not overflows(Schedule((), (), peaks), self.cluster, self.constraints):
+                special.unsplit_on = self.places[placement.devices[0]]
         special.wants_gradients = self.training
         return special
 
@@ -331,24 +334,6 @@ class _Planner:
         """True if an option asks for what only the runtime does."""
         wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads)
         return any(wish not in (False, None) for wish in wishes)
-
-    def _unsplit_on(self, graph: OpGraph, placement: Placement) -> torch.device | None:
-        """The device on which the model itself can run in place of a program; None if on none.
-
-        A local variable of forward may hold on to any tensor until forward returns. All of them
-        must have room beside the weights.
-        """
-        used = set(placement.devices)
-        if self.needs_runtime or len(used) != 1:
-            return None
-        device, tensors = used.pop(), graph.tensors
-        held = max((op.workspace_bytes for op in graph.ops), default=0)
-        held += sum(op.persistent_bytes for op in graph.ops)
-        held += sum(row.nbytes for row in tensors if row.producer < graph.n_forward)
-        peaks = tuple(held if i == device else 0 for i in range(len(self.cluster.devices)))
-        if overflows(Schedule((), (), peaks, 0), self.cluster, self.constraints):
-            return None
-        return torch_device(self.cluster.devices[device].name)
 
     @property
     def _gpus(self) -> list[str | None]:

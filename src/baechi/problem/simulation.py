@@ -165,6 +165,17 @@ def overflows(
     return tuple((name, nbytes) for name, nbytes in missing if nbytes > 0)
 
 
+def unsplit_peaks(graph: OpGraph, cluster: Cluster, device: int) -> tuple[int, ...]:
+    """Upper bounds on the bytes of every device if the model itself runs on one of them.
+
+    A local variable of its forward may hold on to any tensor until forward returns.
+    """
+    held = max((op.workspace_bytes for op in graph.ops), default=0)
+    held += sum(op.persistent_bytes for op in graph.ops)
+    held += sum(row.nbytes for row in graph.tensors if row.producer < graph.n_forward)
+    return tuple(held if i == device else 0 for i in range(len(cluster.devices)))
+
+
 def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
     """A timeline with every op committed to its device in the given order, a permutation.
 
