@@ -2,6 +2,7 @@
 
     time of an operator = sum over its kernels of
         max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
+    time of the host that launches them = kernels * host_launch_ns of the kind
 
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
 every kernel that it would launch. Only an operator that looks at values, in a model whose trace had
@@ -106,6 +107,8 @@ def estimate(
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,
             remark=load.remark,
+            forward_launch_ns=row.host_launch_ns * len(load.forward),
+            backward_launch_ns=row.host_launch_ns * len(load.backward),
         )
         for key, load in workloads(traced).items()
     }
@@ -113,6 +116,7 @@ def estimate(
         replace(
             costs[op.key],
             backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
+            backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes,

@@ -7,6 +7,7 @@ What disturbs a machine for a second or two lengthens whatever is measured meanw
 shortens it. So an operator is measured in passes over all operators, seconds apart, and
 
     its time      is the lowest of its passes
+    its launch    is the lowest, too
     its spread    is how far above that the next pass is: what confirms it
     it is settled where the spread is small
 
@@ -233,6 +234,8 @@ def with_pass(before: Measured | None, found: Measured) -> Measured:
     for names in (("forward_ns", "forward_spread_ns"), ("backward_ns", "backward_spread_ns")):
         times_of = attrgetter(*names)
         changes |= zip(names, _lowest(times_of(before), times_of(found)), strict=True)
+    for name in ("forward_launch_ns", "backward_launch_ns"):
+        changes[name] = min(getattr(before, name), getattr(found, name))
     return replace(before, **changes)
 
 
@@ -266,8 +269,10 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
+        launch_ns = cost.backward_launch_ns if op.differentiable else 0
         for addition, count in additions.items():
             backward_ns += count * measured[addition.key].forward_ns
+            launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
@@ -285,6 +290,8 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
                 forward_spread_ns=cost.forward_spread_ns,
                 backward_spread_ns=cost.backward_spread_ns if op.differentiable else 0,
                 remark="; ".join(filter(None, remarks)),
+                forward_launch_ns=cost.forward_launch_ns,
+                backward_launch_ns=launch_ns,
             )
         )
     return tuple(rows)

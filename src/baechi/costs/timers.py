@@ -12,9 +12,10 @@ On CUDA: events on the stream, behind a kernel that spins until everything is qu
     host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
     stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between
 
-So what the host takes to launch an op is in no reading. Short ops are captured in a CUDA graph that
-repeats them; where a capture fails they are repeated as they are. An op that makes the host wait is
-clocked by the host, from an idle device to an idle device.
+So what the host takes to launch an op is in none of these; it is clocked by itself, from an idle
+device until the call comes back, and the lowest of some counts. Short ops are captured in a CUDA
+graph that repeats them; where a capture fails they are repeated as they are. An op that makes the
+host wait is clocked by the host, from an idle device to an idle device.
 """
 
 import statistics
@@ -76,10 +77,12 @@ class Reading:
         ns: Of one run: the median over the rounds that were not held up, or the lowest of all where
             there are none; without what an empty run costs, and never negative.
         held_up: Whether every round was held up by something else on the machine.
+        launch_ns: On CUDA, for how long the host is busy with one run.
     """
 
     ns: int
     held_up: bool = False
+    launch_ns: int = 0
 
 
 @final
@@ -183,9 +186,12 @@ class CudaTimer:
 
     def _time(self, prepare: Preparation, single: bool) -> Reading:
         for _ in range(_WARM_UPS):
-            launch_ns = self._clocked(prepare(1), wait=False)
+            self._clocked(prepare(1), wait=False)
         if self._makes_the_host_wait(prepare(1)):
-            return Reading(median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0))
+            ns = median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0)
+            return Reading(ns, launch_ns=ns)
+        launches = [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
+        least_ns, launch_ns = min(launches), max(launches)
         first = min(self._queued(prepare(2), launch_ns))
         if single or first > _SHORT_NS:
             # A single one evicts the cache, and brings back what would be in it.
@@ -193,7 +199,7 @@ class CudaTimer:
             most = -(-2 * _QUEUED // count)
             limits = ROUNDS if single else (min(3, most), most)
             readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
-            return Reading(median_ns(readings, 1, self._pair_ns))
+            return Reading(median_ns(readings, 1, self._pair_ns), launch_ns=least_ns)
         repeated = self._captured(prepare)
         if repeated is None:
             rows = [prepare(_REPEATS) for _ in range(_QUEUED // 4)]
@@ -201,7 +207,8 @@ class CudaTimer:
             readings = self._queued(calls, launch_ns * _REPEATS)
         else:
             readings = self._queued([repeated] * _QUEUED, launch_ns)
-        return Reading(median_ns(readings, _REPEATS, self._pair_ns / _REPEATS))
+        ns = median_ns(readings, _REPEATS, self._pair_ns / _REPEATS)
+        return Reading(ns, launch_ns=least_ns)
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""

@@ -19,6 +19,8 @@ from baechi.validation import (
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
+# The thread that launches for all GPUs of a process.
+HOST: Final = "python"
 # The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
 

@@ -140,7 +140,7 @@ def _instances(place: int, device: Device, use: Use, share_milli: int | None) ->
                 nbytes = device.memory_bytes * profile.memory // _MEMORY_SLICES
                 speed = device.speed * profile.compute / _COMPUTE_SLICES
                 label = f"{device.name}/{name}@{start}"
-                row = Device(label, nbytes, speed, device.kind)
+                row = replace(device, name=label, memory_bytes=nbytes, speed=speed)
                 found.append((start, Room(place, row, profile.share_milli)))
     return [room for _, room in sorted(found, key=lambda item: item[0])]
 
