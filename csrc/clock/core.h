@@ -135,7 +135,11 @@ struct Problem : Graph {
     if (launch.empty() || host[device] < 0) return 0;
     return ahead[device] ? launch[op] : std::min(launch[op], duration(op, device));
   }
-  // When the host lets the op start there at the earliest, from the hosts' free times.
+  // When the device's host is free, from the hosts' free times; 0 without one.
+  int64_t free_host(int32_t device, const int64_t* host_free) const {
+    return launch.empty() || host[device] < 0 ? 0 : host_free[host[device]];
+  }
+  // When the host lets the op start there at the earliest; 0 where it takes no launch.
   int64_t launched(int32_t op, int32_t device, const int64_t* host_free) const {
     const int64_t launch = launch_ns(op, device);
     return launch == 0 ? 0 : host_free[host[device]] + (ahead[device] ? launch : 0);
@@ -235,11 +239,7 @@ class Timeline {
   int32_t device(int32_t op) const { return device_[op]; }
   int64_t device_free(int32_t device) const { return device_free_[device]; }
   int64_t receive_free(int32_t device) const { return receive_free_[device]; }
-  int64_t host_free(int32_t device) const {
-    return problem_.launch.empty() || problem_.host[device] < 0 ? 0
-                                                                : host_free_[problem_.host[device]];
-  }
-  // When its host lets the op start there at the earliest; 0 where it takes no launch.
+  int64_t host_free(int32_t device) const { return problem_.free_host(device, host_free_.data()); }
   int64_t launched(int32_t op, int32_t device) const {
     return problem_.launched(op, device, host_free_.data());
   }

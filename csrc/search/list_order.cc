@@ -95,7 +95,7 @@ class Listing {
       for (int32_t d = 0; d < problem_.devices; ++d) {
         if (ready_[d].empty() && coming_[d].empty()) continue;
         const int64_t first = ready_[d].empty() ? -coming_[d].front().first : 0;
-        const int64_t start = std::max({free_[d], first, host_free(d)});
+        const int64_t start = std::max({free_[d], first, problem_.free_host(d, host_.data())});
         if (start < now) {
           now = start;
           device = d;
@@ -145,10 +145,6 @@ class Listing {
       if (problem_.ports == Ports::kShared) receive_[src] = send_[device] = end;
     }
     return ready;
-  }
-
-  int64_t host_free(int32_t device) const {
-    return problem_.launch.empty() || problem_.host[device] < 0 ? 0 : host_[problem_.host[device]];
   }
 
   int64_t& copy(int32_t tensor, int32_t pool) {
