@@ -440,8 +440,9 @@ def test_a_host_is_drawn(tmp_path):
     lane = bars["host python"]
     assert (list(lane.base), list(lane.x)) == ([0, 30, 60], [30, 30, 30])
     assert list(lane.marker.color) == [color(0), color(1), color(0)]
-    write_html(tmp_path / "plan.html", launched_plan())
-    assert "host python" in (tmp_path / "plan.html").read_text()
+    devices = tuple(replace(device, host="a&b") for device in HOSTED.devices)
+    write_html(tmp_path / "plan.html", launched_plan(cluster=replace(HOSTED, devices=devices)))
+    assert '<td>host a&amp;b</td><td class="n">3</td>' in (tmp_path / "plan.html").read_text()
     assert not [name for name in time_figure(Plan(*PARTS)).data if name.name == "host python"]
 
 

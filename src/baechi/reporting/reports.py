@@ -179,7 +179,7 @@ def _devices(plan: Plan) -> str:
         row.append(f"{contents} (at {format_ns(time_ns)})" if contents else "")
         rows.append([*row, format_bytes(facts.received_bytes), format_bytes(facts.sent_bytes)])
     for name, ops, busy in host_rows(plan):
-        rows.append([escape(name), str(ops), _Html(_bar(busy, -1)), *[""] * 5])
+        rows.append([name, str(ops), _Html(_bar(busy, -1)), *[""] * 5])
     header = ["device", ">ops", "computes", "memory at its peak", ">bytes", "of which"]
     return _table([*header, ">received", ">sent"], rows)
 
