@@ -453,6 +453,11 @@ def test_who_is_bound_by_launches_is_told_what_ends_that():
     assert "a step would take 60 ns" in text
     for way in ('cuda_graphs="auto"', "compile=True", "larger batch", "fewer devices"):
         assert way in text
+    alone = replace(PLACEMENT, graph_digest=LAUNCHED.digest, devices=(0, 0, 0))
+    plan = Plan(LAUNCHED, HOSTED, alone, simulate(LAUNCHED, HOSTED, alone))
+    text = " ".join(str(text_report(plan)).split())
+    assert "a larger batch." in text
+    assert "fewer devices" not in text
     # As many launches that all but the first hide behind work are not worth a word.
     short = replace(LAUNCHED, ops=tuple(replace(op, launch_ns=2) for op in GRAPH.ops))
     assert "bound by launches" not in str(text_report(launched_plan(short)))

@@ -188,11 +188,12 @@ def _launching(plan: Plan) -> list[str]:
         return []
     busy_ns = {h: sum(r.end_ns - r.start_ns for r in rows) for h, rows in plan.launches.items()}
     host = max(busy_ns, key=lambda name: busy_ns[name])
+    fewer = ", or fewer devices" if len(set(plan.placement.devices)) > 1 else ""
     return [
         f"The step is bound by launches: host {host} is busy with them for "
         f"{format_ns(busy_ns[host])}, and if they took no time a step would take "
         f"{format_ns(plan.unlaunched_ns)}. Fewer or longer operators end that: "
-        'place(..., cuda_graphs="auto") or compile=True, a larger batch, or fewer devices.'
+        f'place(..., cuda_graphs="auto") or compile=True, a larger batch{fewer}.'
     ]
 
 
