@@ -48,7 +48,7 @@ from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.families import Dynamic, check_dynamic
-from baechi.tracing.lowering import sized
+from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
