@@ -167,6 +167,9 @@ def place(
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
+        # A tape is one launch then, and the next is under way before it ends.
+        rows = tuple(replace(device, host="") for device in cluster.devices)
+        cluster = replace(cluster, devices=rows)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,

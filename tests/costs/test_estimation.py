@@ -189,6 +189,8 @@ def test_the_time_of_a_product_by_hand():
     (cost,) = [cost for cost in profile.costs if cost.forward_ns]
     assert abs(cost.forward_ns - (ideal_ns / share + kind.launch_ns)) < 2
     assert abs(cost.backward_ns - (ideal_ns / share + kind.launch_ns)) < 2
+    # The host launches one kernel each way.
+    assert cost.forward_launch_ns == cost.backward_launch_ns == kind.host_launch_ns == 5_000
 
 
 def test_tf32_is_for_the_products_that_are_told():

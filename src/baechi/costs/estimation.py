@@ -101,6 +101,8 @@ def estimate(
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,
             remark=load.remark,
+            forward_launch_ns=row.host_launch_ns * len(load.forward),
+            backward_launch_ns=row.host_launch_ns * len(load.backward),
         )
         for key, load in workloads(traced).items()
     }
@@ -108,6 +110,7 @@ def estimate(
         replace(
             costs[op.key],
             backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
+            backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes,

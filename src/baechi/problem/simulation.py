@@ -7,7 +7,7 @@ rules for memory once more, from a schedule alone.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple, final
 
@@ -203,6 +203,30 @@ def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
         peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
         late_bound=partial(lower_bound_ns, problem),
     )
+
+
+class Launch(NamedTuple):
+    """An op that a host launches, in [start_ns, end_ns)."""
+
+    host: str
+    op: int
+    start_ns: int
+    end_ns: int
+
+
+def launches(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[Launch, ...]:
+    """The launches of a schedule, in launch order."""
+    problem = Problem(graph, cluster)
+    launch_ns = cache(lambda device: problem.launch_ns(device).tolist())
+    free: Counter[str] = Counter()
+    found = []
+    for span in schedule.spans:
+        device, takes_ns = cluster.devices[span.device], launch_ns(span.device)[span.op]
+        if takes_ns:
+            start_ns = free[device.host] if device.launches_ahead else span.start_ns
+            free[device.host] = start_ns + takes_ns
+            found.append(Launch(device.host, span.op, start_ns, free[device.host]))
+    return tuple(found)
 
 
 def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, final
 
 from baechi.errors import InputError
@@ -109,7 +110,8 @@ class Traced(TracedOperators):
             InputError: A profile is of another model, two are of one kind, the optimizer is
                 unknown, or a name of `checkpoint` fits no submodule.
 
-        Times are kept per named kind; the workspace of an op is the largest of all profiles.
+        Times are kept per named kind; the workspace and the launch of an op are the largest of all
+        profiles.
         """
         rows = [profile] if isinstance(profile, Profile) else profile
         profiles = list(check_row(rows, "profiles", Profile))
@@ -189,19 +191,22 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
             backward_reused_bytes=min(cost.backward_reused_bytes for cost in costs),
             inference_workspace_bytes=max(map(_inference_workspace, costs)),
             saved_bytes=max(cost.saved_bytes for cost in costs),
+            forward_launch_ns=max(cost.forward_launch_ns for cost in costs),
+            backward_launch_ns=max(cost.backward_launch_ns for cost in costs),
         )
         for costs in zip(*(profile.costs for profile in profiles), strict=True)
     ]
 
 
-def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
-    """The time of every op."""
+def _times(structure: StepStructure, costs: Sequence[OpCost], what: str = "ns") -> Iterator[int]:
+    """The time of every op, or of its launch."""
+    forward, backward = attrgetter(f"forward_{what}"), attrgetter(f"backward_{what}")
     for index, op in enumerate(structure.ops):
         if op.phase == "backward":
-            yield costs[op.forward[0]].backward_ns
+            yield backward(costs[op.forward[0]])
         else:  # a loss takes none
             again = (index,) if op.phase == "forward" else op.forward
-            yield sum(costs[own].forward_ns for own in again)
+            yield sum(forward(costs[own]) for own in again)
 
 
 def _ops(
@@ -219,8 +224,8 @@ def _ops(
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
     again = {op for unit in structure.units.values() for op in unit}
-    times = _times(structure, costs)
-    for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
+    times = zip(_times(structure, costs), _times(structure, costs, "launch_ns"), strict=True)
+    for index, (row, (time_ns, launch_ns)) in enumerate(zip(structure.ops, times, strict=True)):
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
@@ -243,6 +248,7 @@ def _ops(
             workspace_bytes=workspace,
             late_bytes=late_bytes,
             reused_bytes=reused,
+            launch_ns=launch_ns,
         )
 
 
