@@ -176,7 +176,7 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
-        traces=CallTraces(dynamic if compile is False else False, say),
+        traces=CallTraces(dynamic, say),
         say=say,
         weights=loader,
     )

@@ -42,7 +42,7 @@ from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
-_MOST_RETURNED: Final = 1024  # structures of results that are kept, by shape
+_MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
 
 
 @final
@@ -220,7 +220,7 @@ class Executable:
             return self.module.returned
         key = tuple(tensor.shape for tensor in call.tensors)
         if key not in self._returned_at:
-            if len(self._returned_at) >= _MOST_RETURNED:
+            if len(self._returned_at) >= _MOST_KEPT:
                 self._returned_at.clear()
             values = self.family.values(call)
             assert values is not None  # it has joined
@@ -293,6 +293,8 @@ class Executable:
         executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             result = self._run(self._alone, call, None)
+        if len(self._modes) >= _MOST_KEPT:
+            self._modes.clear()
         self._modes.add(mode)
         return result
 
