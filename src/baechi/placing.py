@@ -231,6 +231,7 @@ class _Planner:
             values = special.joined(call) if special.attributes.hold() else None
             if values is None or special.admission is None or special.admission.missing(values):
                 continue
+            _keep_graphs(special, values)
             if self.verify:
                 unsplit = Unsplit(model)
                 special.settle()
@@ -281,6 +282,7 @@ class _Planner:
                     *(checkpoint, values),
                     replayed=self.cuda_graphs is not False,
                 )
+                _keep_graphs(special, values)
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
                 self.say(_outlook(schedule, self.cluster, placement))
@@ -401,6 +403,12 @@ class _Planner:
             profile(traced, place, threads=threads, progress=self.progress)
             for place in first.values()
         ]
+
+
+def _keep_graphs(special: Executable, values: Sequence[int]) -> None:
+    """Let a plan keep CUDA graphs of as many shapes as fit at once."""
+    if special.graphs is not None and special.admission is not None:
+        special.graphs.most_shapes = special.admission.most_replayed(values)
 
 
 def _say(text: str) -> None:

@@ -225,6 +225,25 @@ def test_a_shape_that_does_not_fit_is_refused_with_the_largest_that_does() -> No
     module.unplace()
 
 
+def test_cuda_graphs_of_as_many_shapes_are_kept_as_fit_beside_each_other() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    module = baechi.place(
+        model, {"cpu:0": "400KiB"}, costs="estimate", progress=False, placer="single"
+    )
+    for n in (16, 32):
+        module(torch.randn(n, 64))
+    admission = module._current.admission
+    state = sum(op.persistent_bytes for op in module.graph.ops)
+    fit = {}
+    for n in (32, 64, 96, 160, 32):
+        step_bytes = admission._schedule_at([n]).peak_bytes[0] - state
+        fit[n] = (400 * 1024 - state) // step_bytes
+        assert fit[n] >= 1
+        assert admission.most_replayed([n]) == min(4, *fit.values())
+    assert max(fit.values()) > 4 > min(fit.values())
+    module.unplace()
+
+
 def test_a_family_at_another_shape_is_the_trace_of_that_shape() -> None:
     torch.manual_seed(0)
     model = Mixed().train()

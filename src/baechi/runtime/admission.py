@@ -11,6 +11,7 @@ O(nodes + edges), with a sort.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -20,7 +21,8 @@ from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
-from baechi.records.placement import Placement
+from baechi.records.placement import Placement, Schedule
+from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.families import Family
@@ -60,6 +62,7 @@ class Admission:
         self.family: Family = module.family
         self._facts = self.family.facts(self.reference)
         self._fit = [self.family.sizes(self.reference)]
+        self._replayed = MOST_SHAPES
 
     def missing(self, values: Sequence[int]) -> Mapping[str, int]:
         """The devices whose memory the step exceeds at a shape, with the missing bytes."""
@@ -75,11 +78,31 @@ class Admission:
                 return {}
         return found
 
+    def most_replayed(self, values: Sequence[int]) -> int:
+        """The number of shapes whose CUDA graphs fit at once: this one, and those of before.
+
+        At least one, at most `MOST_SHAPES`. They share nothing but persistent bytes.
+        """
+        schedule, memory_of = self._schedule_at(values), self.cluster.memories
+        held: Counter[int] = Counter()
+        for op, device in zip(self.graph.ops, self.placement.devices, strict=True):
+            held[memory_of[device]] += op.persistent_bytes
+        rows = [(peak, held[m]) for peak, m in zip(schedule.peak_bytes, memory_of, strict=True)]
+        while self._replayed > 1:
+            peaks = tuple(peak + (self._replayed - 1) * (peak - kept) for peak, kept in rows)
+            several = replace(schedule, peak_bytes=peaks)
+            if not overflows(several, self.cluster, self.constraints):
+                break
+            self._replayed -= 1
+        return self._replayed
+
     def _overflows(self, values: Sequence[int]) -> Mapping[str, int]:
+        return dict(overflows(self._schedule_at(values), self.cluster, self.constraints))
+
+    def _schedule_at(self, values: Sequence[int]) -> Schedule:
         graph = self._graph_at(values)
         placement = replace(self.placement, graph_digest=graph.digest)
-        schedule = scheduled(graph, self.cluster, placement, self.gpus, replayed=self.replayed)
-        return dict(overflows(schedule, self.cluster, self.constraints))
+        return scheduled(graph, self.cluster, placement, self.gpus, replayed=self.replayed)
 
     def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
         """(symbol, value): the largest that fits of the symbol that grew most, all else equal.
