@@ -260,10 +260,10 @@ class _Planner:
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
-            values = self.traces.reference(traced, call, kin)
+            shapes = self.traces.references(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
-                    traced if values is None else sized(traced, values), homes
+                    traced if shapes is None else sized(traced, shapes[0]), homes
                 )
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
@@ -276,13 +276,13 @@ class _Planner:
                 *(self.threads, self.compile, self.cuda_graphs),
             )
             special.note = self.traces.note(model, call, kin)
-            if values is not None:
+            if shapes is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
-                    *(checkpoint, values),
+                    *(checkpoint, *shapes, self._profiles),
                     replayed=self.cuda_graphs is not False,
                 )
-                _keep_graphs(special, values)
+                _keep_graphs(special, shapes[0])
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
                 self.say(_outlook(schedule, self.cluster, placement))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from placed import lazily
 from torch import nn
 
 import baechi
+from baechi.costs.estimation import estimate
+from baechi.errors import NotSpecializedError
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.families import differing
 from baechi.tracing.ladder import trace
+from baechi.tracing.lowering import sized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,6 +245,56 @@ def test_cuda_graphs_of_as_many_shapes_are_kept_as_fit_beside_each_other() -> No
         assert fit[n] >= 1
         assert admission.most_replayed([n]) == min(4, *fit.values())
     assert max(fit.values()) > 4 > min(fit.values())
+    module.unplace()
+
+
+def test_the_schedule_of_another_shape_has_its_computed_times() -> None:
+    module = lazily(Mixed().train())
+    module(ids_of(3, 64))
+    with pytest.raises(NotSpecializedError, match="twice, with other sizes"):
+        module.schedule_of(ids_of(2, 32))
+    assert module.schedule_of(ids_of(3, 64)) == module.schedule
+    module(ids_of(2, 32))
+    placed_for = module.schedule
+    assert module.schedule_of(ids_of(3, 64)) == placed_for
+    for shape in ((2, 32), (2, 5), (8, 512)):
+        call = canonical_call(module, (ids_of(*shape),), {})
+        traced = sized(module.traced, module._current.joined(call))
+        graph = traced.graph(estimate(traced, "cpu"))
+        placement = replace(module.placement, graph_digest=graph.digest)
+        expected = baechi.simulate(graph, module.cluster, placement)
+        assert module.schedule_of(ids_of(*shape)).makespan_ns == expected.makespan_ns
+    assert module.schedule == placed_for
+    module.unplace()
+
+
+def test_measured_times_of_another_shape_follow_from_those_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[int] = []
+
+    def profile(traced: baechi.Traced, *_: Any, **__: Any) -> baechi.Profile:
+        """Ten times what is computed, and 1 ms."""
+        found = estimate(traced, "cpu")
+        measured.append(traced.module.call.tensors[0].shape[0])
+        rows = (replace(c, forward_ns=10 * c.forward_ns + 1_000_000) for c in found.costs)
+        return replace(found, costs=tuple(rows), source="measured")
+
+    monkeypatch.setattr("baechi.placing.profile", profile)
+    module = lazily(nn.Linear(512, 512), costs="measure", placer="single", training=False)
+    for n in (4096, 1024):
+        module(torch.randn(n, 512))
+    (linear,) = (i for i, op in enumerate(module.graph.ops) if "linear" in op.name)
+    before = list(measured)
+    for n in (2048, 8192, 16):
+        x = torch.randn(n, 512)
+        call = canonical_call(module, (x,), {})
+        traced = sized(module.traced, module._current.joined(call))
+        computed_ns = estimate(traced, "cpu").costs[linear].forward_ns
+        (span,) = (s for s in module.schedule_of(x).spans if s.op == linear)
+        found_ns = span.end_ns - span.start_ns
+        assert found_ns == pytest.approx(10 * computed_ns + 1_000_000, abs=10)
+    assert measured == [*before, 4096, 1024]  # once, when they are asked for first
     module.unplace()
 
 

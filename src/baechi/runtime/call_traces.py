@@ -82,10 +82,13 @@ class CallTraces:
             return declared(call, self._dynamic)
         return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
 
-    def reference(
+    def references(
         self, traced: Traced, call: Call, kin: Sequence[Executable]
-    ) -> tuple[int, ...] | None:
-        """The sizes that a family is placed for: the largest declared, or so far."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The sizes that a family is placed for, the largest declared or so far; and others.
+
+        The others are none where only one shape is known.
+        """
         family: Family | None = traced.module.family
         if family is None:
             return None
@@ -95,7 +98,8 @@ class CallTraces:
         if isinstance(self._dynamic, Mapping):
             rows.append(family.maxima(largest_declared(call, self._dynamic)))
         largest = tuple(map(max, zip(*rows, strict=True)))
-        return largest if family.holds(largest) else mine
+        found = largest if family.holds(largest) else mine
+        return found, next((row for row in rows if row != found and family.holds(row)), ())
 
     def note(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> str:
         """Why a call has no family though calls of other sizes came; empty if it has one."""

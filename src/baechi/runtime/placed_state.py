@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
-from baechi.records.placement import Measurement
+from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, ModuleKind, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
@@ -31,6 +31,7 @@ from baechi.torch_support.torch_internals import (
     backward_id,
     foreign_tracer,
     plain_call,
+    unhooked,
 )
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
 from baechi.tracing.pytrees import tensors_in
@@ -221,6 +222,23 @@ class PlacedState:
         if value is None:
             raise NotSpecializedError(f"`apply` was not given the {what}; give it {what}=...")
         return value
+
+    def schedule_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """As `PlacedModule.schedule_of`."""
+        call = canonical_call(self.model, args, kwargs)
+        with self.lock.alone():
+            for special in self.root.kin(call):
+                values = special.joined(call) if special.attributes.hold() else None
+                if values is not None and special.admission is not None:
+                    with torch.inference_mode(False), torch.enable_grad(), unhooked():
+                        return special.admission.schedule_at(values)
+            known = self.root.find(call)
+        if known is None or known.schedule is None:
+            raise NotSpecializedError(
+                f"no plan is known to take a call with {call.shapes}: call the placed model twice, "
+                "with other sizes, so that a plan for any size is made."
+            )
+        return known.schedule
 
     @property
     def is_inside(self) -> bool:

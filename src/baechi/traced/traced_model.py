@@ -129,7 +129,7 @@ class Traced(TracedOperators):
             replace(row, nbytes=size) for row, size in zip(structure.tensors, sizes, strict=True)
         )
         ops = tuple(_ops(self, structure, tensors, costs, optimizer))
-        times = {row.kind: tuple(_times(structure, row.costs)) for row in profiles if row.kind}
+        times = {row.kind: op_times(structure, row.costs) for row in profiles if row.kind}
         return OpGraph(ops, tensors, FrozenDict(times))
 
 
@@ -194,14 +194,16 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
     ]
 
 
-def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
-    """The time of every op."""
-    for index, op in enumerate(structure.ops):
+def op_times(structure: StepStructure, costs: Sequence[OpCost]) -> tuple[int, ...]:
+    """The time of every op of a structure, from the costs of the traced ones."""
+
+    def time_ns(index: int, op: Op) -> int:
         if op.phase == "backward":
-            yield costs[op.forward[0]].backward_ns
-        else:  # a loss takes none
-            again = (index,) if op.phase == "forward" else op.forward
-            yield sum(costs[own].forward_ns for own in again)
+            return costs[op.forward[0]].backward_ns
+        again = (index,) if op.phase == "forward" else op.forward  # a loss takes none
+        return sum(costs[own].forward_ns for own in again)
+
+    return tuple(time_ns(index, op) for index, op in enumerate(structure.ops))
 
 
 def _ops(
@@ -219,7 +221,7 @@ def _ops(
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
     again = {op for unit in structure.units.values() for op in unit}
-    times = _times(structure, costs)
+    times = op_times(structure, costs)
     for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
