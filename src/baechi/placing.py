@@ -257,6 +257,9 @@ class _Planner:
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
             with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = self.traces.trace(model, call, kin)
+                taken = self.joined(model, call, [each for each in kin if each.traced is traced])
+            if taken is not None:
+                return taken
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)

@@ -155,6 +155,54 @@ def test_what_forward_asks_about_sizes_is_asked_again(question: str) -> None:
     module.unplace()
 
 
+class Asking(nn.Module):
+    """Asks whether it is long, and does the same, or almost."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.inner = nn.Linear(4, 4)
+        self.mean = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        long, y = bool(x.shape[0] > 8), self.inner(x)
+        if self.part == "nothing":
+            return {"x": (y.tanh, y.tanh)[long]()}
+        if self.part == "constant":
+            return {"x": y * torch.tensor(2.0 if long else 3.0)}
+        if self.part == "number":
+            return {"x": y * (2.0 if long else 3.0)}
+        if self.part == "parameter":
+            return {"x": y * (self.mean if long else self.inner.bias)}
+        if self.part == "gradient":
+            with torch.set_grad_enabled(long):
+                return {"x": y, "z": y.tanh()}
+        if self.part == "order":
+            z = y.tanh()
+            return {"x": y, "z": z} if long else {"z": y, "x": z}
+        return {"x": y} if long else {"y": y}
+
+
+PARTED = ["constant", "number", "parameter", "gradient", "order", "names"]
+
+
+@pytest.mark.parametrize(("part", "plans"), [("nothing", 1), *((part, 2) for part in PARTED)])
+def test_beyond_its_guards_a_family_takes_what_runs_the_same(part: str, plans: int) -> None:
+    torch.manual_seed(0)
+    model = Asking(part)
+    unsplit = copy.deepcopy(model)
+    module = lazily(model)
+    for n in (3, 5, 9, 12, 4, 10):
+        x = torch.randn(n, 4)
+        mine, theirs = module(x), unsplit(x)
+        assert list(mine) == list(theirs)
+        flags = [[value.requires_grad for value in each.values()] for each in (mine, theirs)]
+        assert flags[0] == flags[1]
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == plans
+    module.unplace()
+
+
 def test_ints_that_change_are_symbols_and_the_rest_is_named() -> None:
     class Timed(nn.Module):
         def forward(self, x: torch.Tensor, timestep: int, scale: float) -> torch.Tensor:

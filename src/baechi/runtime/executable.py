@@ -40,6 +40,7 @@ from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
+from baechi.tracing.trace_comparison import same_beyond
 from baechi.tracing.workarounds import compact
 
 _MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
@@ -210,6 +211,20 @@ class Executable:
             if keeping_strides(facts.nodes) != self._keeping_strides:
                 return None
         return values if self.takes(call) else None
+
+    def may_take(self, call: Call) -> bool:
+        """True if the sizes of a call are of its family, whatever the guards say."""
+        family = self.family
+        if family is None or not family.carries(call):
+            return False
+        return family.beyond(family.carrying(call)) is not None and self.takes(call)
+
+    def extend(self, other: Traced) -> bool:
+        """Take the call of another trace, too, if at its sizes the family's runs what that does."""
+        call = same_beyond(self.traced, other)
+        if call is not None and self.family is not None:
+            self.family.extend(call)
+        return call is not None
 
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)

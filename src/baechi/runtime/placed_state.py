@@ -53,7 +53,7 @@ class Specialize(Protocol):
         kin: Sequence[Executable],
         homes: Mapping[torch.Tensor, int],
     ) -> Executable:
-        """A new one, with parameters where they are at home."""
+        """A new one, with parameters where they are at home; or one of these, if it will do."""
 
 
 @final
@@ -320,6 +320,9 @@ class PlacedState:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, kin, self.homes)
+            if special in kin:
+                entry.add(call, special)
+                return special
             entry.specializations.make_room(entry.key(call), call, special, self._limit)
         except BaseException as error:
             if self.latest is not None:
