@@ -15,8 +15,8 @@ from baechi.costs.estimation import estimate
 from baechi.errors import NotSpecializedError
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.families import differing
+from baechi.tracing.family_traces import sized
 from baechi.tracing.ladder import trace
-from baechi.tracing.lowering import sized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,13 +177,17 @@ class Asking(nn.Module):
         if self.part == "gradient":
             with torch.set_grad_enabled(long):
                 return {"x": y, "z": y.tanh()}
+        if self.part == "inner graph":
+            with torch.no_grad():
+                z = y.exp() * (2.0 if long else 3.0)
+            return {"x": y, "z": z + y}
         if self.part == "order":
             z = y.tanh()
             return {"x": y, "z": z} if long else {"z": y, "x": z}
         return {"x": y} if long else {"y": y}
 
 
-PARTED = ["constant", "number", "parameter", "gradient", "order", "names"]
+PARTED = ["constant", "number", "parameter", "gradient", "inner graph", "order", "names"]
 
 
 @pytest.mark.parametrize(("part", "plans"), [("nothing", 1), *((part, 2) for part in PARTED)])

@@ -31,7 +31,8 @@ from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
 from baechi.traced.traced_model import Traced, op_times
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.families import Family
-from baechi.tracing.lowering import TracedModule, resized, sized
+from baechi.tracing.family_traces import resized, sized
+from baechi.tracing.lowering import TracedModule
 from baechi.validation import FrozenDict
 
 

@@ -1,6 +1,7 @@
-"""Comparison of a trace with symbolic sizes with one without."""
+"""A traced family at other sizes, and beside a trace without symbols."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -11,9 +12,43 @@ from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import node_arguments
-from baechi.tracing.lowering import TracedModule
-from baechi.tracing.partition import attribute
+from baechi.tracing.fx_nodes import node_arguments, nodes_inside, target_name
+from baechi.tracing.lowering import Lowering, TracedModule, lower
+from baechi.tracing.partition import Partition, attribute, living
+
+
+def resized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values; for graphs, not for a profile.
+
+    Keys, by which costs are known, are those of the trace.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    facts = module.family.facts(values)
+    parts = Partition(module.graph_module, facts)
+    lowering = Lowering(module.model, module.graph_module, facts, parts)
+    rows = lowering.tensors()
+    inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
+    ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))
+    module = replace(module, facts=facts)
+    return replace(traced, ops=tuple(ops), tensors=tuple(row for row, _ in rows), module=module)
+
+
+def sized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values: an ordinary trace, to be profiled.
+
+    The example has those sizes, too, filled with what it holds, again and again.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    if tuple(values) == module.family.traced_at:
+        return traced
+    facts, call = module.family.facts(values), module.family.call_at(values)
+    ops, tensors, found = lower(
+        *(module.model, module.graph_module, facts, call, module.family.returned(values))
+    )
+    found = replace(found, attributes=module.attributes, gradients=module.gradients)
+    return replace(traced, ops=ops, tensors=tensors, module=found)
 
 
 def is_same(traced: Traced, other: Traced) -> bool | None:
@@ -37,7 +72,7 @@ def same_beyond(traced: Traced, other: Traced) -> Call | None:
     """
     one: TracedModule = traced.module
     two: TracedModule = other.module
-    family, asks = one.family, any(question.needs_arguments for question in two.questions)
+    family, asks = one.family, two.questions.needs_arguments()
     if family is None or asks or one.gradients != two.gradients:
         return None
     if two.family is not None:
@@ -78,19 +113,14 @@ def _program(
     a pooled map of 1 x 1. What follows from them counts: other operators, or other storages.
 
     Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
-    what the graph holds counts by its value, or, as a function or a graph, by its identity; and
-    strides do where there is a gradient.
+    what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
+    it node by node; and strides where there is a gradient.
     """
     carriers = module.graph.find_nodes(op="placeholder")[given:]
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
-    alive: set[fx.Node] = set()
-    for node in reversed(module.graph.nodes):
-        known = facts.nodes.get(node)
-        kept = known is None or known.writes or known.random or known.checks or known.looks
-        if node in alive or kept or node.op == "placeholder":
-            alive |= {node, *node.all_input_nodes}
+    alive = set(living(module.graph, facts))
 
     def show(node: fx.Node) -> Any:
         if node in names:
@@ -103,8 +133,7 @@ def _program(
             rows.append(("output", fx.node.map_arg(node.args, show)))
             continue
         fact = facts.nodes[node]
-        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
-        number = not acts and node.op not in ("placeholder", "get_attr")
+        number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
         arguments = fx.node.map_arg(_arguments(node, facts), show)
@@ -116,10 +145,12 @@ def _program(
             for value in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
-        target = "" if node.op == "placeholder" else _target(node)
+        target = "" if node.op == "placeholder" else target_name(node)
         if exact and (node.op == "get_attr" or isinstance(node.target, FunctionType)):
             target = _held(module, node)
-        inside = list(_inside(module, node))
+        graphs = [inner for inner in nodes_inside(node) if isinstance(inner.target, OpOverload)]
+        names_inside = map(target_name, graphs)
+        inside = [name for name in names_inside if not name.startswith("aten.sym_")]
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(names)}"
     return rows
@@ -142,26 +173,6 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
     return node.args, dict(node.kwargs)
 
 
-def _target(node: fx.Node) -> str:
-    """What a node runs, by its name; a model's own function is another object in each trace."""
-    if isinstance(node.target, FunctionType):
-        return f"{node.target.__module__}.{node.target.__qualname__}"
-    return str(node.target)
-
-
-def _inside(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """The operators of the graphs that a node runs, in order."""
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            inner = getattr(module, str(argument.target), None)
-            if isinstance(inner, fx.GraphModule):
-                for each in inner.graph.nodes:
-                    name = _target(each)
-                    if isinstance(each.target, OpOverload) and not name.startswith("aten.sym_"):
-                        yield name
-                    yield from _inside(inner, each)
-
-
 def _same_row(one: Any, other: Any) -> bool:
     held = [row[1] for row in (one, other)]
     if all(isinstance(each, torch.Tensor) for each in held):
@@ -179,6 +190,18 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _held(module: fx.GraphModule, node: fx.Node) -> Any:
-    """A tensor; of anything else its identity."""
+    """A tensor; of a graph its nodes; of anything else its identity."""
     found = attribute(module, str(node.target)) if node.op == "get_attr" else node.target
+    if isinstance(found, fx.GraphModule):
+        names = {inner: f"%{i}" for i, inner in enumerate(found.graph.nodes)}
+        return [_shown(found, inner, names) for inner in names]
     return found if isinstance(found, torch.Tensor) else id(found)
+
+
+def _shown(module: fx.GraphModule, node: fx.Node, names: Mapping[fx.Node, str]) -> Any:
+    """A node of an inner graph; a tensor in there is no other graph's."""
+    target: Any = "" if node.op in ("placeholder", "output") else target_name(node)
+    if node.op == "get_attr" or isinstance(node.target, FunctionType):
+        target = _held(module, node)
+        target = id(target) if isinstance(target, torch.Tensor) else target
+    return node.op, target, fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)
