@@ -187,7 +187,7 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
-        traces=CallTraces(dynamic if compile is False else False, say),
+        traces=CallTraces(dynamic, say),
         say=say,
         weights=loader,
     )
@@ -243,6 +243,7 @@ class _Planner:
             values = special.joined(call) if special.holds() else None
             if values is None or special.admission is None or special.admission.missing(values):
                 continue
+            _keep_graphs(special, values)
             if self.verify:
                 unsplit = Unsplit(model)
                 special.settle()
@@ -268,13 +269,16 @@ class _Planner:
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
             with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = self.traces.trace(model, call, kin)
+                taken = self.joined(model, call, [each for each in kin if each.traced is traced])
+            if taken is not None:
+                return taken
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
-            values = self.traces.reference(traced, call, kin)
+            shapes = self.traces.references(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
-                    traced if values is None else sized(traced, values), homes
+                    traced if shapes is None else sized(traced, shapes[0]), homes
                 )
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
@@ -286,12 +290,13 @@ class _Planner:
             special = self._guarded(special, homes)
             placement = special.placement
             special.note = self.traces.note(model, call, kin)
-            if values is not None:
+            if shapes is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
-                    *(checkpoint, values),
+                    *(checkpoint, *shapes, self._profiles),
                     replayed=self.cuda_graphs is not False,
                 )
+                _keep_graphs(special, shapes[0])
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
                 self.say(_outlook(schedule, self.cluster, placement))
@@ -445,6 +450,12 @@ class _Planner:
             profile(traced, place, threads=threads, progress=self.progress)
             for place in first.values()
         ]
+
+
+def _keep_graphs(special: Executable, values: Sequence[int]) -> None:
+    """Let a plan keep CUDA graphs of as many shapes as fit at once."""
+    if special.graphs is not None and special.admission is not None:
+        special.graphs.most_shapes = special.admission.most_replayed(values)
 
 
 def _say(text: str) -> None:

@@ -123,6 +123,40 @@ def estimate(
     return Profile(traced.digest, kind, rows, "computed", environment)
 
 
+def rescaled(known: Sequence[tuple[Profile, Profile]], computed: Profile) -> Profile:
+    """The costs at another size of a model.
+
+    An operator's time is linear in its computed one, through those at two sizes that are known;
+    where one is known, or the line falls, proportional to it. Bytes are those that are computed.
+
+    Args:
+        known: The costs at a size, and the computed ones there, for one size or two.
+        computed: The computed ones at the other size.
+    """
+    costs = []
+    for index, cost in enumerate(computed.costs):
+        rows = [(priced.costs[index], told.costs[index]) for priced, told in known]
+        forward = [(told.forward_ns, priced.forward_ns) for priced, told in rows]
+        backward = [(told.backward_ns, priced.backward_ns) for priced, told in rows]
+        forward_ns = _at(forward, cost.forward_ns)
+        costs.append(
+            replace(cost, forward_ns=forward_ns, backward_ns=_at(backward, cost.backward_ns))
+        )
+    return replace(computed, kind=known[0][0].kind, costs=tuple(costs))
+
+
+def _at(points: Sequence[tuple[int, int]], x: int) -> int:
+    """The value at x of a line through one or two points; beyond them it may only rise."""
+    (x0, y0), (x1, y1) = min(points), max(points)
+    line = 0
+    if x0 < x1 and (y0 < y1 or x0 <= x <= x1):
+        line = y0 + (y1 - y0) * (x - x0) // (x1 - x0)
+        if x0 <= x:
+            return line
+    near, value = (x0, y0) if x <= x0 else (x1, y1)
+    return max(line, value * x // near if near else value)
+
+
 def rounded_classes(kind: DeviceKind, tf32: bool | None) -> frozenset[str]:
     """The classes of operators whose fp32 products run as tf32 on a kind."""
     if "tf32" not in kind.flops_per_s or tf32 is False:

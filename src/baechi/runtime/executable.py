@@ -33,6 +33,7 @@ from baechi.torch_support.torch_devices import gpus_of
 from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.family_traces import same_beyond
 from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
@@ -41,7 +42,7 @@ from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
-_MOST_RETURNED: Final = 1024  # structures of results that are kept, by shape
+_MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
 
 
 @final
@@ -222,6 +223,20 @@ class Executable:
         values = None if self.family is None else self.family.joined(call)
         return values if values is not None and self.takes(call) else None
 
+    def may_take(self, call: Call) -> bool:
+        """True if the sizes of a call are of its family, whatever the guards say."""
+        family = self.family
+        if family is None or not family.carries(call):
+            return False
+        return family.beyond(family.carrying(call)) is not None and self.takes(call)
+
+    def extend(self, other: Traced) -> bool:
+        """Take the call of another trace, too, if at its sizes the family's runs what that does."""
+        call = same_beyond(self.traced, other)
+        if call is not None and self.family is not None:
+            self.family.extend(call)
+        return call is not None
+
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)
 
@@ -231,7 +246,7 @@ class Executable:
             return self.module.returned
         key = tuple(tensor.shape for tensor in call.tensors)
         if key not in self._returned_at:
-            if len(self._returned_at) >= _MOST_RETURNED:
+            if len(self._returned_at) >= _MOST_KEPT:
                 self._returned_at.clear()
             values = self.family.values(call)
             assert values is not None  # it has joined
@@ -304,6 +319,8 @@ class Executable:
         executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             result = self._run(self._alone, call, None)
+        if len(self._modes) >= _MOST_KEPT:
+            self._modes.clear()
         self._modes.add(mode)
         return result
 

@@ -29,7 +29,7 @@ from baechi.errors import (
     NotSpecializedError,
     TraceError,
 )
-from baechi.records.placement import Measurement
+from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
@@ -40,6 +40,7 @@ from baechi.torch_support.torch_internals import (
     backward_id,
     foreign_tracer,
     plain_call,
+    unhooked,
 )
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
 from baechi.tracing.pytrees import tensors_in
@@ -66,7 +67,7 @@ class Specialize(Protocol):
         kin: Sequence[Executable],
         homes: Mapping[torch.Tensor, int],
     ) -> Executable:
-        """A new one, with parameters where they are at home."""
+        """A new one, with parameters where they are at home; or one of these, if it will do."""
 
 
 @final
@@ -192,6 +193,23 @@ class PlacedState:
             raise NotSpecializedError(f"`apply` was not given the {what}; give it {what}=...")
         return value
 
+    def schedule_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """As `PlacedModule.schedule_of`."""
+        call = canonical_call(self.model, args, kwargs)
+        with self.lock:
+            for special in self.root.specializations.kin():
+                values = special.joined(call) if special.holds() else None
+                if values is not None and special.admission is not None:
+                    with torch.inference_mode(False), torch.enable_grad(), unhooked():
+                        return special.admission.schedule_at(values)
+            known = self.root.specializations.find(call)
+        if known is None or known.schedule is None:
+            raise NotSpecializedError(
+                f"no plan is known to take a call with {call.shapes}: call the placed model twice, "
+                "with other sizes, so that a plan for any size is made."
+            )
+        return known.schedule
+
     @property
     def is_inside(self) -> bool:
         """True if what this thread runs of the model is for a trace or a step."""
@@ -308,6 +326,9 @@ class PlacedState:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, kin, self.homes)
+            if special in kin:
+                entry.specializations.add(call, special)
+                return special
             entry.specializations.make_room(call, special, self._limit)
         except BaseException as error:
             if self.latest is not None:

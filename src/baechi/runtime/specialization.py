@@ -123,12 +123,15 @@ class Specializations:
     def make_room(self, call: Call, special: Executable, limit: int) -> None:
         """Drop what one more makes needless, and the least recently used at the limit.
 
-        A family comes instead of those for one shape each whose calls it takes. The first time that
+        A family comes instead of those that ran one shape each, which it takes. The first time that
         another is dropped, there is a warning.
         """
         for other in self.kin():
-            fixed = other.family is None and other.holds()
-            if fixed and special.joined(other.module.call) is not None:
+            once = sum(other in row for row in self._rows.values()) == 1
+            if not once or not other.holds():
+                continue
+            fixed = other.family is None and special.joined(other.module.call) is not None
+            if fixed or special.extend(other.traced):
                 self._forget(other)
         while len(self) >= limit:
             oldest = min(self._used, key=self._used.__getitem__)

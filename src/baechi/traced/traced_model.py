@@ -131,7 +131,7 @@ class Traced(TracedOperators):
             replace(row, nbytes=size) for row, size in zip(structure.tensors, sizes, strict=True)
         )
         ops = tuple(_ops(self, structure, tensors, costs, optimizer))
-        times = {row.kind: tuple(_times(structure, row.costs)) for row in profiles if row.kind}
+        times = {row.kind: op_times(structure, row.costs) for row in profiles if row.kind}
         return OpGraph(ops, tensors, FrozenDict(times))
 
 
@@ -198,15 +198,19 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
     ]
 
 
-def _times(structure: StepStructure, costs: Sequence[OpCost], what: str = "ns") -> Iterator[int]:
-    """The time of every op, or of its launch."""
+def op_times(
+    structure: StepStructure, costs: Sequence[OpCost], what: str = "ns"
+) -> tuple[int, ...]:
+    """The time of every op of a structure, or of its launch, from the costs of the traced ones."""
     forward, backward = attrgetter(f"forward_{what}"), attrgetter(f"backward_{what}")
-    for index, op in enumerate(structure.ops):
+
+    def time_ns(index: int, op: Op) -> int:
         if op.phase == "backward":
-            yield backward(costs[op.forward[0]])
-        else:  # a loss takes none
-            again = (index,) if op.phase == "forward" else op.forward
-            yield sum(forward(costs[own]) for own in again)
+            return int(backward(costs[op.forward[0]]))
+        again = (index,) if op.phase == "forward" else op.forward  # a loss takes none
+        return sum(forward(costs[own]) for own in again)
+
+    return tuple(time_ns(index, op) for index, op in enumerate(structure.ops))
 
 
 def _ops(
@@ -224,7 +228,7 @@ def _ops(
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
     again = {op for unit in structure.units.values() for op in unit}
-    times = zip(_times(structure, costs), _times(structure, costs, "launch_ns"), strict=True)
+    times = zip(op_times(structure, costs), op_times(structure, costs, "launch_ns"), strict=True)
     for index, (row, (time_ns, launch_ns)) in enumerate(zip(structure.ops, times, strict=True)):
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
