@@ -85,8 +85,8 @@ class StateGuard:
                     if value is None or id(value) in read:
                         add(holder, key, f"{path}.{key}".lstrip("."))
         self._rows = list(rows.values())
-        self._held = HeldObjects(holder for holder, *_ in self._rows)
-        self._typed = [(row[2], row[3]) for row in self._rows if row[3] is not None]
+        typed = ((value, ("dtype",)) for _, _, value, dtype, _ in self._rows if dtype is not None)
+        self._held = HeldObjects((holder for holder, *_ in self._rows), typed)
 
     def check(self) -> None:
         """Nothing, some 30 ns a name where it is as it was.
@@ -94,7 +94,7 @@ class StateGuard:
         Raises:
             ExecutionError: One of them was replaced, or cast to another type.
         """
-        if self._held.are_same() and all(t.dtype is dtype for t, dtype in self._typed):
+        if self._held.are_same():
             return
         for holder, key, value, dtype, name in self._rows:
             if holder.get(key) is not value:
