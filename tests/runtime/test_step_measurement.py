@@ -142,7 +142,11 @@ def test_the_report_has_the_error_once_there_is_a_measurement(tmp_path) -> None:
 
 def test_each_shape_of_call_keeps_its_own_measurement() -> None:
     placed = baechi.place(
-        TwoHalves(), {"cpu:0": "1GiB"}, example_args=(torch.randn(4, 16),), progress=False
+        TwoHalves(),
+        {"cpu:0": "1GiB"},
+        example_args=(torch.randn(4, 16),),
+        progress=False,
+        dynamic=False,
     )
     placed.measure(1)
     assert "Predicted beside measured" in placed.report()
