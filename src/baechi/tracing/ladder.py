@@ -513,8 +513,7 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
 def _lowered(
     model: nn.Module, call: Call, captured: Capture, places: frozenset[Place]
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    with frugal_export():  # the graph is run node by node
-        module, family, returned = in_turn(read_once(captured.module)), None, captured.returned
+    module, family, returned = in_turn(read_once(captured.module)), None, captured.returned
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
         symbolic = propagate_symbolic(module, call.tensors)
