@@ -1,24 +1,16 @@
 """One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it (`example_inputs`); where it fails on these it is measured
-on the model's own. Two things of a step that a tight loop would hide are restored:
-
-- Parameters were last touched a whole step ago. So where the step's bytes outgrow the caches, and
-  the operator has enough parameters for it to matter, everything is evicted before every reading,
-  and the activations, or the gradients that have just arrived, are read once to bring them back.
-- Gradients of parameters stay until the optimizer has run, so what the allocator does not keep of
-  them lands in new pages in the next step. Those backwards are measured a second time, with
-  gradients of parameters of earlier runs held.
-
-Scratch is what is live only inside a run. As a backward goes, gradients take the room of what
-autograd kept, and of the gradients that arrive: that much less is live at its fullest.
+An operator runs on tensors made for it (`example_inputs`), or where it fails on these on the
+model's own, as it would in a step: with parameters in no cache, but for the activations, or the
+gradients that have just arrived, which are read once to bring them back; and with gradients of
+parameters in new pages. docs/cost-model.md, "Where the numbers come from", has when and why.
 """
 
 import ctypes
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -26,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
+from baechi.costs.example_inputs import ExampleInputs, Make, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
@@ -50,8 +42,6 @@ _MIN_COLD_BYTES: Final = 1 << 18
 # Gradients held at most, to keep them fresh.
 _HELD_BYTES: Final = 1 << 28
 
-# A value for an input node, given the nodes of an operator that read it.
-Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
 # Empties the caches, but for some tensors that are read again.
 Evict = Callable[[Sequence[torch.Tensor]], None]
 
@@ -134,11 +124,7 @@ class Bench:
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
-            values = real_inputs(self._module, nodes, self.place)
-
-            def make(node: fx.Node, readers: Sequence[fx.Node]) -> Any:
-                return values[node] if node in values else make_up(node, readers)
-
+            make = real_inputs(self._module, nodes, self.place, make_up)
             measured = self._measure(make, nodes, before)
         except Exception as error:
             where = f" ({op.source})" if op.source else ""
@@ -242,10 +228,12 @@ class Alone:
         nodes: Sequence[fx.Node],
         make: Make,
         device: torch.device,
-        evict: Evict | None,
-        fresh: float,
+        evict: Evict | None = None,
+        fresh: float = 0.0,
+        leaves: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
-        leaves = leaf_copies(module.graph_module, nodes, device)
+        if leaves is None:
+            leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
         self._stays = [node.op == "get_attr" for node in part.inputs]
