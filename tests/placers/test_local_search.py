@@ -472,6 +472,20 @@ def test_an_interrupt_ends_the_searches_that_run(monkeypatch):
     assert seen[-1].closed
 
 
+def test_a_search_ends_where_its_first_stages_gain_nothing():
+    graph = generators.layered(0, 60, ccr=1.0)
+    problem = Problem(graph, Cluster.uniform(4, generators.AMPLE, generators.LINK))
+    budget = replace(BALANCED, per_op=8_000)
+    best = LocalSearch(budget=replace(BALANCED, per_op=40_000)).place(problem)
+    once, whole = (
+        improved(problem, [best], budget),
+        improved(problem, [best], replace(budget, patience=3)),
+    )
+    assert once.stats["makespan_ns"] > lower_bound_ns(problem) * 1.001
+    assert once.stats["makespan_ns"] == whole.stats["makespan_ns"]
+    assert once.stats["evaluations"] < 0.6 * whole.stats["evaluations"]
+
+
 def test_a_search_may_start_without_partitions():
     problem = far_from_its_bound()
     start = METF().place(problem)
