@@ -22,6 +22,9 @@ PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
 # The thread that launches for all GPUs of a process.
 HOST: Final = "python"
+# What a tensor handed over to a GPU takes of that thread: an event recorded, a stream that waits, a
+# copy launched, each as long as a launch is taken to be. A guess until hardware confirms it.
+HANDOVER_NS: Final = 15_000
 # The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
 
@@ -41,8 +44,8 @@ class Device:
         host: Devices of one non-empty host share the thread, or the lock, that launches their ops:
             each takes `Op.launch_ns` of it.
         launches_ahead: Whether the host may launch an op long before it starts, as on streams of
-            GPUs. Else a launch is the first part of its op, as on CPUs, whose workers share
-            Python's lock.
+            GPUs; then it also does the work of what the device receives (`Link.overhead_ns`). Else
+            a launch is the first part of its op, as on CPUs, whose workers share Python's lock.
 
     Raises:
         InputError: An empty name, memory that cannot be read or is negative, a speed that is not
@@ -78,8 +81,9 @@ class Link:
         latency_ns: Time of an empty transfer.
         bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
         overhead_ns: Time that the receiving device itself is busy with each transfer, whatever its
-        size: the op that needs it first takes that much longer. Unlike latency, it cannot be
-            hidden behind other work.
+            size: the op that needs it first takes that much longer. Unlike latency, it cannot be
+            hidden behind other work. Where the device has a host that launches ahead, it is that
+            host's time instead, before the op's launch.
 
     Raises:
         InputError: The latency or the overhead is negative, or the rate is not finite and at least
