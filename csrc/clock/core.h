@@ -137,7 +137,7 @@ struct Problem : Graph {
   // Time for which the op keeps its device busy; here and below, `received` is the sum of the
   // overheads of the transfers that are sent for it.
   int64_t busy_ns(int32_t op, int32_t device, int64_t received) const {
-    return duration(op, device) + (host_receives(device) ? 0 : received);
+    return duration(op, device) + (received == 0 || host_receives(device) ? 0 : received);
   }
   // Time for which the op keeps its device's host busy; 0 also without one.
   int64_t launch_ns(int32_t op, int32_t device, int64_t received) const {
