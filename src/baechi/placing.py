@@ -35,7 +35,8 @@ from baechi.records.placement import Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.executors import capture_rules
+from baechi.runtime.executors.capture_rules import CudaGraphs
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
@@ -167,10 +168,8 @@ def place(
     places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
-        check_wish(cuda_graphs, places)
-        # A tape is one launch then, and the next is under way before it ends.
-        rows = tuple(replace(device, host="") for device in cluster.devices)
-        cluster = replace(cluster, devices=rows)
+        capture_rules.check_wish(cuda_graphs, places)
+        cluster = capture_rules.captured_links(cluster)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
@@ -437,6 +436,13 @@ class _Planner:
         return place_of
 
     def _profiles(self, traced: Traced) -> list[Profile]:
+        """The costs as the step will run: as `_costs` has them, or in CUDA graphs."""
+        found = self._costs(traced)
+        if self.cuda_graphs is False:
+            return found
+        return [capture_rules.captured_costs(traced, row) for row in found]
+
+    def _costs(self, traced: Traced) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""
         if isinstance(self.costs, Profile):
             return [self.costs]
