@@ -24,6 +24,7 @@ from torch import fx
 
 from baechi.costs.example_inputs import filled, function_of, real_inputs
 from baechi.costs.flop_rules import kernel_of
+from baechi.costs.held_gradients import Arriving, held_gradients
 from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
@@ -58,6 +59,8 @@ class Workload:
         backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         backward_workspace_bytes: The same of its backward.
+        unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
+        backward_reused_bytes: What of its backward's gradients takes the room of what it kept.
         remark: A note for the reader; empty for most.
     """
 
@@ -66,6 +69,8 @@ class Workload:
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     remark: str = ""
+    unseen_bytes: int = 0
+    backward_reused_bytes: int = 0
 
 
 def estimate(
@@ -103,8 +108,10 @@ def estimate(
         key: OpCost(
             row.run_ns(as_run(load.forward, rounded)),
             row.run_ns(as_run(load.backward, rounded)),
+            saved_bytes=load.unseen_bytes,
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,
+            backward_reused_bytes=load.backward_reused_bytes,
             remark=load.remark,
         )
         for key, load in workloads(traced).items()
@@ -115,9 +122,13 @@ def estimate(
             backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
-            saved_bytes=op.saved_bytes,
+            saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
+            backward_reused_bytes=min(costs[op.key].backward_reused_bytes, op.saved_bytes),
+            backward_workspace_bytes=held.with_own(costs[op.key].backward_workspace_bytes or 0),
         )
-        for op, output_bytes in zip(traced.ops, traced.made_bytes, strict=True)
+        for op, output_bytes, held in zip(
+            traced.ops, traced.made_bytes, held_gradients(traced), strict=True
+        )
     )
     how = "calibrated" if calibration is not None else "uncalibrated"
     names = ", ".join(sorted(rounded)) or "nothing"
@@ -213,34 +224,65 @@ def _count(
         else value
         for node, value in zip(part.inputs, inputs, strict=True)
     ]
-    produced, forward, scratch_bytes = _counted(lambda: part.function(*inputs))
+    meter, unseen = Meter([0]), list[int]()
+    produced, forward, scratch_bytes, _ = _counted(meter, lambda: part.function(*inputs), unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
     if not roots or not differentiable:
         return Workload(forward, workspace_bytes=scratch_bytes)
-    seeds = [torch.ones_like(root) for root in roots]
-    run = partial(torch.autograd.grad, roots, differentiable, seeds, allow_unused=True)
+    with meter.counting(0):
+        arriving = Arriving(roots)
     try:
-        _, backward, backward_bytes = _counted(run)
+        gradients, backward, _, above = _counted(
+            meter, partial(arriving.differentiated, differentiable), []
+        )
     except Exception:  # reversible layers refuse it in evaluation mode
         backward = _unseen(module, nodes, True).backward
-        return Workload(forward, backward, scratch_bytes, remark=UNSEEN_BACKWARD)
-    return Workload(forward, backward, scratch_bytes, backward_bytes)
+        return Workload(forward, backward, scratch_bytes, 0, UNSEEN_BACKWARD, sum(unseen))
+    scratch, reused = arriving.scratch(gradients, above)
+    return Workload(forward, backward, scratch_bytes, scratch, "", sum(unseen), reused)
 
 
-def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
-    """The result, the kernels, and the peak of live bytes beyond what is live at the end."""
+def _counted(
+    meter: Meter, run: Callable[[], Any], unseen: list[int]
+) -> tuple[Any, tuple[Kernel, ...], int, int]:
+    """The result, the kernels, and the peak above what is live at the end, and at the start.
+
+    `unseen` gets the bytes that kernels keep and fake tensors do not have.
+    """
     kernels: list[Kernel] = []
 
     def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            unseen.append(_recurrent_bytes(*args[:3]))
         kernel = kernel_of(func, args, kwargs, result) if isinstance(func, OpOverload) else None
         if kernel is not None:
             kernels.append(kernel)
 
-    meter = Meter([0])
+    meter.forget_peaks()
+    (before,) = meter.live_bytes
     with meter.counting(0), Watch(see):
         result = run()
     (peak,), (live,) = meter.peak_bytes, meter.live_bytes
-    return result, tuple(kernels), max(peak - live, 0)
+    return result, tuple(kernels), max(peak - live, 0), peak - before
+
+
+def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tensor) -> int:
+    """At most what oneDNN's LSTM keeps inside, of which a fake one shows nothing.
+
+    Gates of every step, and rows of states and of their gradients, 6 as wide as the input and 5 as
+    the state, in seven regions of whole pages. Fitted to what oneDNN asks for (torch 2.13).
+    """
+    steps, batch, _ = x.shape
+    gates, width = entering.shape
+    hidden, line = again.shape[1], 64 // x.element_size()
+
+    def padded(n: int) -> int:
+        row = -(-n // line) * line
+        return row if row % 256 else row + line  # oneDNN's `get_good_ld`
+
+    states = 6 * padded(max(width, hidden)) + 5 * padded(hidden)
+    count = batch * (steps * padded(gates) + (steps + 1) * states)
+    return count * x.element_size() + 7 * 4096
 
 
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:

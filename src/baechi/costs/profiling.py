@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 
 from baechi.costs.example_inputs import value_remark
+from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.timers import Clock
@@ -263,6 +264,7 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
 def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
     rows = []
+    held = held_gradients(traced)
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
@@ -279,7 +281,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
                 output_bytes=traced.made_bytes[index],
                 saved_bytes=cost.saved_bytes,
                 workspace_bytes=cost.workspace_bytes,
-                backward_workspace_bytes=cost.backward_workspace_bytes,
+                backward_workspace_bytes=held[index].with_own(cost.backward_workspace_bytes),
                 inference_workspace_bytes=cost.inference_workspace_bytes,
                 backward_reused_bytes=cost.backward_reused_bytes,
                 forward_spread_ns=cost.forward_spread_ns,

@@ -1,0 +1,203 @@
+"""Memory of gradients that autograd holds while other operators go backward.
+
+The step graph has a gradient from each reader's backward to the producer's, as large as what was
+read. Autograd goes backward node by node, in the reverse of the program, and holds more:
+
+    a part of a tensor      its gradient becomes one of the whole tensor where the part was taken:
+                            in a loop over time, long before the tensor's own operator
+    a sum of such           the old sum, what is added and the new one are there together
+    cat, stack              their inputs' gradients are parts of one tensor, which stays until the
+                            last of them is used
+
+Both are counted for all operators whose nodes lie between. Which of them share a device is not
+known; so where they are apart this is more than is held, and never less.
+
+Complexity: O(nodes + edges + held tensors), with a sort.
+"""
+
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Final, NamedTuple, final
+
+import torch
+from torch import fx
+
+from baechi.torch_support.storages import distinct_storages, key_of
+from baechi.torch_support.torch_internals import TapeEnd
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Value
+from baechi.tracing.fx_nodes import operator_name
+
+_JOINS: Final = frozenset({"cat", "concat", "stack"})
+# They give the gradient that they get to what they read.
+_HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias"}
+
+
+class Held(NamedTuple):
+    """Bytes beside an operator's backward: while it runs, and at its end."""
+
+    running: int = 0
+    ending: int = 0
+
+    def with_own(self, workspace_bytes: int) -> int:
+        """Scratch of a backward with these: its own is gone at its end."""
+        return self.running + max(workspace_bytes, self.ending)
+
+
+@final
+class Arriving:
+    """Gradients that a backward is handed over, as in a step: each lives until it is used."""
+
+    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
+        seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots]
+        self._arrived = [weakref.ref(s) for s in distinct_storages(seeds).values()]
+        self._end: torch.Tensor = TapeEnd.apply(seeds, *roots)  # type: ignore[no-untyped-call]
+
+    def differentiated(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of some inputs."""
+        end = self._end
+        return torch.autograd.grad([end], inputs, [end.detach()], allow_unused=True)
+
+    def scratch(
+        self, gradients: Sequence[torch.Tensor | None], above_bytes: int
+    ) -> tuple[int, int]:
+        """Scratch, and what gradients reuse, of a backward whose peak was so far above its start.
+
+        The gradients count by themselves. What they are parts of, as the real part of a spectrum
+        is, is scratch.
+        """
+        passed_on = {key_of(storage) for ref in self._arrived if (storage := ref()) is not None}
+        made = {key: row.nbytes() for key, row in distinct_storages(gradients).items()}
+        beyond = {key: nbytes for key, nbytes in made.items() if key not in passed_on}
+        new_bytes = sum(beyond.values())
+        for gradient in gradients:
+            for key in beyond.keys() & distinct_storages(gradient).keys():
+                beyond[key] -= gradient.nbytes if gradient is not None else 0
+        beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
+        scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
+        return scratch_bytes, max(new_bytes - above_bytes, 0)
+
+
+def held_gradients(traced: Traced) -> list[Held]:
+    """What is held beside the backward of every operator of a trace, in this process."""
+    graph = _Gradients(traced)
+    rows = [Held()] * len(traced.ops)
+    changes = [0] * (len(graph.positions) + 1)  # of the bytes held, from one node to the next
+    sums = [0] * len(graph.positions)
+    for first, last, nbytes in (*graph.of_parts(sums), *graph.of_joins()):
+        begin, end = bisect_left(graph.positions, first), bisect_right(graph.positions, last)
+        if begin < end:
+            changes[begin] += nbytes
+            changes[end] -= nbytes
+    for running, ending, op in zip(accumulate(changes), sums, graph.ops, strict=False):
+        rows[op] = Held(max(rows[op].running, running), max(rows[op].ending, ending))
+    return rows
+
+
+@final
+@dataclass
+class _Gradients:
+    """The flat graph of a trace, as its backward goes over it."""
+
+    traced: Traced
+
+    def __post_init__(self) -> None:
+        module = self.traced.module
+        self._facts = module.facts.nodes
+        self._place = {node: i for i, node in enumerate(module.graph_module.graph.nodes)}
+        self._users = {
+            node: [self._place[user] for user in node.users if self._is_graded(user)]
+            for node in self._place
+        }
+        # Nodes that compute, in program order, with their operators.
+        rows = sorted(
+            (self._place[node], op)
+            for op in self.traced.differentiated
+            for node in module.nodes[op]
+            if self._viewed(node) is None
+        )
+        self.positions = [place for place, _ in rows]
+        self.ops = [op for _, op in rows]
+
+    def of_parts(self, sums: list[int]) -> Iterator[tuple[int, int, int]]:
+        """(first, last, bytes) of gradients of whole tensors, from parts of them.
+
+        What is there at the end of an operator's backward besides, since there a part's becomes one
+        of the whole, goes into `sums`.
+        """
+        taken: dict[fx.Node, list[int]] = {}
+        for node, place in self._place.items():
+            base = self._viewed(node)
+            if base is None or not self._is_graded(node) or len(self._values(base)) != 1:
+                continue
+            if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
+                taken.setdefault(base, []).append(place)
+        for base, places in taken.items():
+            nbytes, first = self._nbytes(base), self._place[base] + 1
+            if bisect_left(self.positions, first) == bisect_left(self.positions, places[-1]):
+                continue  # no operator lies between: its own backward was measured with them
+            yield first, places[-1], nbytes
+            for place in places:
+                rank = bisect_right(self.positions, place)
+                if rank < len(sums):
+                    sums[rank] = max(sums[rank], nbytes * (1 if place == places[-1] else 2))
+
+    def of_joins(self) -> Iterator[tuple[int, int, int]]:
+        """(first, last, bytes) of gradients of joined tensors, beyond those of the parts left."""
+        inner: set[fx.Node] = set()
+        for node, place in reversed(self._place.items()):
+            if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
+                continue
+            parts = {
+                source: self._use(source, place, inner)
+                for source in node.all_input_nodes
+                if self._is_graded(source)
+            }
+            last = min(use for use, _ in parts.values())
+            for source in node.all_input_nodes:
+                # A part without a gradient is held from the beginning.
+                _, known = parts.get(source, (place, place))
+                yield last, known - 1, self._nbytes(source)
+
+    def _use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> tuple[int, int]:
+        """The positions to which a reader's gradient of a node is held, here and in the graph."""
+        place, base = self._place[node], self._viewed(node)
+        uses = [(place, place)]
+        if node.op in ("placeholder", "get_attr"):
+            uses = [(0, 0)]
+        elif base is not None and len(self._values(base)) > 1:  # one of several results
+            uses = [(self._place[base], self._place[base])]
+        elif base is not None and self._nbytes(node) >= self._nbytes(base):
+            uses = [self._use(base, place, joins)]
+        elif base is None and operator_name(node) in _HAND_ON:
+            joins.add(node)
+            sources = filter(self._is_graded, node.all_input_nodes)
+            uses = [self._use(source, place, joins) for source in sources] or uses
+        held, known = map(min, zip(*uses, strict=True))
+        others = [other for other in self._users[node] if other != reader]
+        if others:  # it is added to theirs
+            held = max(held, min(max(others), reader))
+        return held, known
+
+    def _viewed(self, node: fx.Node) -> fx.Node | None:
+        """What a node is a view of, if it computes nothing."""
+        mine = {value.storage for value in self._values(node)}
+        if node.op in ("placeholder", "get_attr", "output") or not mine or self._facts[node].writes:
+            return None
+        for source in node.all_input_nodes:
+            if mine <= {value.storage for value in self._values(source)}:
+                return source
+        return None
+
+    def _values(self, node: fx.Node) -> tuple[Value, ...]:
+        return self._facts[node].values if node in self._facts else ()
+
+    def _is_graded(self, node: fx.Node) -> bool:
+        return node.op == "output" or any(value.requires_grad for value in self._values(node))
+
+    def _nbytes(self, node: fx.Node) -> int:
+        return sum(prod(value.shape) * value.dtype.itemsize for value in self._values(node))
