@@ -12,14 +12,13 @@ read. Autograd goes backward node by node, in the reverse of the program, and ho
 Both are counted for all operators whose nodes lie between. Which of them share a device is not
 known; so where they are apart this is more than is held, and never less.
 
-Complexity: O(nodes + edges + held tensors), with a sort.
+Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
 """
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import Final, NamedTuple, final
 
@@ -85,15 +84,10 @@ class Arriving:
 def held_gradients(traced: Traced) -> list[Held]:
     """What is held beside the backward of every operator of a trace, in this process."""
     graph = _Gradients(traced)
+    graph.add_parts()
+    graph.add_joins()
     rows = [Held()] * len(traced.ops)
-    changes = [0] * (len(graph.positions) + 1)  # of the bytes held, from one node to the next
-    sums = [0] * len(graph.positions)
-    for first, last, nbytes in (*graph.of_parts(sums), *graph.of_joins()):
-        begin, end = bisect_left(graph.positions, first), bisect_right(graph.positions, last)
-        if begin < end:
-            changes[begin] += nbytes
-            changes[end] -= nbytes
-    for running, ending, op in zip(accumulate(changes), sums, graph.ops, strict=False):
+    for running, ending, op in zip(graph.running, graph.ending, graph.ops, strict=True):
         rows[op] = Held(max(rows[op].running, running), max(rows[op].ending, ending))
     return rows
 
@@ -101,7 +95,12 @@ def held_gradients(traced: Traced) -> list[Held]:
 @final
 @dataclass
 class _Gradients:
-    """The flat graph of a trace, as its backward goes over it."""
+    """The flat graph of a trace, as its backward goes over it.
+
+    Attributes:
+        ops: The operators of the nodes that compute, in program order.
+        running, ending: As in `Held`, for each.
+    """
 
     traced: Traced
 
@@ -120,15 +119,13 @@ class _Gradients:
             for node in module.nodes[op]
             if self._viewed(node) is None
         )
-        self.positions = [place for place, _ in rows]
+        self._positions = [place for place, _ in rows]
         self.ops = [op for _, op in rows]
+        self.running = [0] * len(rows)
+        self.ending = [0] * len(rows)
 
-    def of_parts(self, sums: list[int]) -> Iterator[tuple[int, int, int]]:
-        """(first, last, bytes) of gradients of whole tensors, from parts of them.
-
-        What is there at the end of an operator's backward besides, since there a part's becomes one
-        of the whole, goes into `sums`.
-        """
+    def add_parts(self) -> None:
+        """Add gradients of whole tensors that come from parts of them."""
         taken: dict[fx.Node, list[int]] = {}
         for node, place in self._place.items():
             base = self._viewed(node)
@@ -137,51 +134,70 @@ class _Gradients:
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
         for base, places in taken.items():
-            nbytes, first = self._nbytes(base), self._place[base] + 1
-            if bisect_left(self.positions, first) == bisect_left(self.positions, places[-1]):
-                continue  # no operator lies between: its own backward was measured with them
-            yield first, places[-1], nbytes
+            nbytes = self._nbytes(base)
+            between = self._between(self._place[base] + 1, places[-1])
+            if not between:
+                continue  # the operator's own backward was measured with them
+            for rank in between:
+                self.running[rank] += nbytes
             for place in places:
-                rank = bisect_right(self.positions, place)
-                if rank < len(sums):
-                    sums[rank] = max(sums[rank], nbytes * (1 if place == places[-1] else 2))
+                rank = bisect_right(self._positions, place)
+                if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
+                    total = nbytes if place == places[-1] else 2 * nbytes
+                    self.ending[rank] = max(self.ending[rank], total)
 
-    def of_joins(self) -> Iterator[tuple[int, int, int]]:
-        """(first, last, bytes) of gradients of joined tensors, beyond those of the parts left."""
+    def add_joins(self) -> None:
+        """Add gradients of joined tensors, of which the graph has the parts.
+
+        There they are beside the tensor whose parts they are. So it is held without being counted
+        only where more has come since than it is large: gradients of parameters, and what goes in
+        and out of an operator.
+        """
+        flow = self._flow()
         inner: set[fx.Node] = set()
         for node, place in reversed(self._place.items()):
             if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
                 continue
-            parts = {
-                source: self._use(source, place, inner)
-                for source in node.all_input_nodes
-                if self._is_graded(source)
-            }
-            last = min(use for use, _ in parts.values())
-            for source in node.all_input_nodes:
-                # A part without a gradient is held from the beginning.
-                _, known = parts.get(source, (place, place))
-                yield last, known - 1, self._nbytes(source)
+            parts = [source for source in node.all_input_nodes if self._is_graded(source)]
+            last = min(self._last_use(source, place, inner) for source in parts)
+            nbytes, come, seen = self._nbytes(node), 0, set[int]()
+            for rank in reversed(self._between(last, place - 1)):
+                op = self.ops[rank]
+                come += 0 if op in seen else self.traced.ops[op].trained_bytes
+                seen.add(op)
+                self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes)
 
-    def _use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> tuple[int, int]:
-        """The positions to which a reader's gradient of a node is held, here and in the graph."""
+    def _between(self, first: int, last: int) -> range:
+        """The ranks of nodes that compute from one position to another."""
+        return range(bisect_left(self._positions, first), bisect_right(self._positions, last))
+
+    def _flow(self) -> list[int]:
+        """Bytes of the gradients that come to each operator and leave it."""
+        flow = [0] * len(self.traced.ops)
+        for tensor in self.traced.tensors:
+            if tensor.differentiable:
+                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+                for op, nbytes in zip(tensor.consumers, sizes, strict=True):
+                    flow[op] += nbytes
+                    flow[tensor.producer] += nbytes
+        return flow
+
+    def _last_use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> int:
+        """The position down to which a reader's gradient of a node is held."""
         place, base = self._place[node], self._viewed(node)
-        uses = [(place, place)]
-        if node.op in ("placeholder", "get_attr"):
-            uses = [(0, 0)]
-        elif base is not None and len(self._values(base)) > 1:  # one of several results
-            uses = [(self._place[base], self._place[base])]
+        others = [other for other in self._users[node] if other != reader]
+        if base is not None and len(self._values(base)) > 1:  # one of several results
+            use = self._place[base]
         elif base is not None and self._nbytes(node) >= self._nbytes(base):
-            uses = [self._use(base, place, joins)]
+            use = self._last_use(base, place, joins)
         elif base is None and operator_name(node) in _HAND_ON:
             joins.add(node)
             sources = filter(self._is_graded, node.all_input_nodes)
-            uses = [self._use(source, place, joins) for source in sources] or uses
-        held, known = map(min, zip(*uses, strict=True))
-        others = [other for other in self._users[node] if other != reader]
-        if others:  # it is added to theirs
-            held = max(held, min(max(others), reader))
-        return held, known
+            use = min((self._last_use(one, place, joins) for one in sources), default=place)
+        else:
+            use = 0 if node.op in ("placeholder", "get_attr") else place
+        # Else it is added to theirs.
+        return max(use, min(max(others), reader)) if others else use
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
         """What a node is a view of, if it computes nothing."""
