@@ -160,12 +160,14 @@ class _Gradients:
                 continue
             parts = [source for source in node.all_input_nodes if self._is_graded(source)]
             last = min(self._last_use(source, place, inner) for source in parts)
-            nbytes, come, seen = self._nbytes(node), 0, set[int]()
+            # Of those that keep it one at least is here, and in the graph.
+            nbytes, least = self._nbytes(node), min(map(self._nbytes, parts))
+            come, seen = 0, set[int]()
             for rank in reversed(self._between(last, place - 1)):
                 op = self.ops[rank]
                 come += 0 if op in seen else self.traced.ops[op].trained_bytes
                 seen.add(op)
-                self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes)
+                self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes - least)
 
     def _between(self, first: int, last: int) -> range:
         """The ranks of nodes that compute from one position to another."""

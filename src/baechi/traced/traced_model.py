@@ -241,6 +241,9 @@ def _ops(
             workspace = max(workspace, added.get(own, 0) - came[index])
             late_bytes = late.get(own, 0)
             reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+        elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
+            scalars = (tensor.nbytes for tensor in traced.tensors if _is_own_loss(tensor))
+            persistent = max(scalars, default=0)
         yield replace(
             row,
             time_ns=time_ns,
@@ -312,6 +315,10 @@ def _mirror(
     ]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None, phase="loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
+
+
+def _is_own_loss(tensor: TracedTensor) -> bool:
+    return tensor.scalar and tensor.kept and tensor.differentiable
 
 
 def _enters_loss(traced: TracedOperators, tensor: TracedTensor) -> bool:
