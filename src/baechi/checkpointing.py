@@ -127,9 +127,6 @@ def choose_checkpoint(
     def fits(names: Sequence[str]) -> bool:
         return find(problem_of(names), placer=placer) is not None
 
-    def first_fit(n: int) -> bool:
-        return fits(every[-1][:n])
-
     if fits(()):
         return ()
     every: list[tuple[str, ...]] = []
@@ -140,7 +137,7 @@ def choose_checkpoint(
             continue
         every.append(names)
         if fits(names):
-            return names[: smallest(first_fit, len(names))]
+            return names[: smallest(lambda n: fits(every[-1][:n]), len(names))]
     most = every[0] if every else ()
     try:
         solve(graph_of(most), cluster, placer, constraints=constraints)

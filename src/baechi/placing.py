@@ -48,7 +48,7 @@ from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.families import Dynamic, check_dynamic
-from baechi.tracing.lowering import sized
+from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
@@ -158,12 +158,14 @@ def place(
     target = memory_target(checkpoint)
     cluster = _with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
+    places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
-        check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
+        check_wish(cuda_graphs, places)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
+        places=places,
         placer=placer,
         training=training,
         optimizer=optimizer,
@@ -180,7 +182,6 @@ def place(
         say=say,
         weights=loader,
     )
-    places = [torch_device(device.name) for device in cluster.devices]
     if loader is not None and verify and len(set(places)) > 1:
         raise InputError(
             "verify=True compares with the model whole on one device, where weights=... never "
@@ -209,6 +210,7 @@ class _Planner:
     """The steps of `place` in order, for one shape of call."""
 
     cluster: Cluster
+    places: Sequence[torch.device]
     placer: Any
     training: bool
     optimizer: str | None
@@ -290,7 +292,7 @@ class _Planner:
 
     @property
     def _gpus(self) -> list[str | None]:
-        return list(gpus_of([torch_device(device.name) for device in self.cluster.devices]))
+        return list(gpus_of(self.places))
 
     def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement, Any]:
         """The graph, its placement, and what runs forward again in it.
@@ -321,9 +323,7 @@ class _Planner:
             try:
                 if limited:
                     names = choose_checkpoint(
-                        traced,
-                        profiles,
-                        self.cluster,
+                        *(traced, profiles, self.cluster),
                         optimizer=self.optimizer,
                         placer=self.placer,
                         constraints=constraints,
@@ -335,10 +335,7 @@ class _Planner:
                 n = len(self.cluster.devices)
                 self.say(f"placing {len(graph.ops)} operators on {n} devices")
                 placement = solve_with_held(
-                    graph,
-                    self.cluster,
-                    self.placer,
-                    self._gpus,
+                    *(graph, self.cluster, self.placer, self._gpus),
                     effort=self.effort,
                     constraints=constraints,
                     replayed=self.cuda_graphs is not False,
@@ -368,8 +365,8 @@ class _Planner:
         """The torch device of each tensor; of one that no op reads, where most memory is left."""
         homes = devices_of_state(traced.module, placement.devices)
         peaks = simulate(graph, self.cluster, placement).peak_bytes
-        rows = zip(self.cluster.devices, peaks, strict=True)
-        room = [(device.memory_bytes - peak, torch_device(device.name)) for device, peak in rows]
+        rows = zip(self.cluster.devices, peaks, self.places, strict=True)
+        room = [(device.memory_bytes - peak, place) for device, peak, place in rows]
 
         def place_of(tensor: torch.Tensor) -> torch.device:
             if tensor in homes:
@@ -390,12 +387,11 @@ class _Planner:
         if self.costs == "estimate":
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
-        places = [torch_device(device.name) for device in self.cluster.devices]
-        threads, cpus = self.threads, sum(place.type == "cpu" for place in places)
+        threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
         if threads is None and cpus:  # an operator's threads are its device's share
             threads = max(torch.get_num_threads() // cpus, 1)
         first: dict[str, torch.device] = {}
-        for place in places:
+        for place in self.places:
             first.setdefault(device_kind(place), place)
         return [
             profile(traced, place, threads=threads, progress=self.progress)

@@ -14,7 +14,7 @@ _BYTES = {
 _SIZE = re.compile(r"\s*(\d{1,99})(?:\.(\d{1,99}))?\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str, *, what: str = "size") -> int:
+def parse_bytes(size: int | str, what: str = "size") -> int:
     """The size in bytes.
 
     Args:

@@ -1,8 +1,8 @@
-"""Checks shared by all constructors, and an immutable mapping."""
+"""Checks shared by all constructors, each an `InputError` if it fails; and an immutable mapping."""
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 from baechi.errors import InputError
@@ -20,20 +20,16 @@ class FrozenDict(Mapping[_K, _V]):
     __slots__ = ("_items",)
 
     def __init__(self, items: Mapping[_K, _V] | None = None) -> None:
-        object.__setattr__(self, "_items", dict(items or {}))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable")
+        self._items = dict(items or {})
 
     def __getitem__(self, key: _K) -> _V:
-        items: dict[_K, _V] = self._items  # type: ignore[attr-defined]
-        return items[key]
+        return self._items[key]
 
     def __iter__(self) -> Iterator[_K]:
-        return iter(self._items)  # type: ignore[attr-defined]
+        return iter(self._items)
 
     def __len__(self) -> int:
-        return len(self._items)  # type: ignore[attr-defined]
+        return len(self._items)
 
     def __hash__(self) -> int:
         return hash(frozenset(self.items()))
@@ -46,11 +42,7 @@ class FrozenDict(Mapping[_K, _V]):
 
 
 def check_count(value: object, what: str) -> int:
-    """`value` as an int in [0, 2**63); numpy integers are taken too.
-
-    Raises:
-        InputError: It is no integer, negative, or does not fit 64 bits.
-    """
+    """`value` as an int in [0, 2**63); numpy integers are taken too."""
     count = _index(value)
     if count is None:
         raise InputError(
@@ -71,16 +63,20 @@ def _index(value: object) -> int | None:
 
 
 def check_positive(value: object, what: str, most: int = INT64_MAX) -> int:
-    """`value` as a positive int.
-
-    Raises:
-        InputError: It is no integer, less than one, or more than `most`.
-    """
+    """`value` as a positive int of at most `most`."""
     count = _index(value)
     if count is None or not 1 <= count <= most:
         wanted = "a positive integer" if most == INT64_MAX else f"an integer from 1 to {most}"
         raise InputError(f"{what} is {value!r}; it must be {wanted}.")
     return count
+
+
+def settle(
+    record: object, check: Callable[[Any, str], object], names: Iterable[str], what: str
+) -> None:
+    """Set some fields of a frozen value to what `check` makes of them, as `<name> <what>`."""
+    for name in names:
+        object.__setattr__(record, name, check(getattr(record, name), f"{name} {what}"))
 
 
 def check_threads(value: object, what: str) -> int:
@@ -89,31 +85,27 @@ def check_threads(value: object, what: str) -> int:
 
 
 def check_path(path: object) -> str | os.PathLike[str]:
-    """`path`, if it is a text or a path; an `InputError` else."""
+    """`path`, if it is a text or a path."""
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"the path is {path!r}, a {type(path).__name__}; give a str or a Path.")
     return path
 
 
 def check_is(value: object, kind: type[_V], what: str) -> _V:
-    """`value`, if it is of that class; an `InputError` else."""
+    """`value`, if it is of that class."""
     if not isinstance(value, kind):
         raise InputError(f"{what} is {value!r}, a {type(value).__name__}; give a {kind.__name__}.")
     return value
 
 
 def check_choice(value: object, choices: tuple[str, ...], what: str) -> None:
-    """Nothing, if the value is one of the choices; an `InputError` else."""
+    """Nothing, if the value is one of the choices."""
     if value not in choices:
         raise InputError(f"{what} is {value!r}; it must be one of {', '.join(choices)}.")
 
 
 def check_row(values: object, what: str, kind: type | None = None) -> tuple[Any, ...]:
-    """`values` as a tuple, each of that class where one is given.
-
-    Raises:
-        InputError: It is no sequence, or one of them is of another class.
-    """
+    """`values` as a tuple, each of that class where one is given."""
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
         raise InputError(f"{what} are {values!r}, a {type(values).__name__}; give a tuple of them.")
     row = tuple(values)
@@ -132,7 +124,7 @@ def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
 
 
 def check_name(value: object, what: str) -> str:
-    """`value`, if it is a non-empty string; an `InputError` else."""
+    """`value`, if it is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise InputError(f"{what} is {value!r}; it must be a non-empty string.")
     return value

@@ -1,11 +1,9 @@
 import importlib.util
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from seeds import some
 
 import baechi
@@ -47,21 +45,18 @@ JOB = Job(
 )
 
 
-@pytest.fixture
-def told():
-    return Console(file=io.StringIO(), width=80)
-
-
 @drawn
 @pytest.mark.parametrize("optimizer", some(["adamw", "momentum"], 2))
-def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optimizer, monkeypatch):
+def test_a_job_is_refused_on_one_device_and_trained_on_two(
+    tmp_path, capsys, optimizer, monkeypatch
+):
     threads = torch.get_num_threads()
     measured, write = [], demo._write
     monkeypatch.setattr(demo, "_write", lambda *args: (write(*args), measured.append(args[-1])))
-    show(JOB._replace(optimizer=optimizer), tmp_path, told)
+    show(JOB._replace(optimizer=optimizer), tmp_path)
     assert measured[0].absent_bytes == ()  # the optimizer has made steps
     assert len(set(baechi.load(tmp_path / "toy.placement.json").devices)) == 2
-    text = told.file.getvalue()
+    text = capsys.readouterr().out
     flat = " ".join(text.split())
     assert f"Training it with {optimizer} needs" in flat
     assert "One device: " in flat
@@ -82,8 +77,8 @@ def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optim
 
 
 @drawn
-def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
-    show(JOB, tmp_path, told)
+def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, capsys):
+    show(JOB, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "toy.cluster.json", "toy.graph.json", "toy.html", "toy.placement.json", "toy.trace.json"
     ]  # fmt: skip
@@ -91,7 +86,7 @@ def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
     cluster = baechi.load(tmp_path / "toy.cluster.json")
     placement = baechi.load(tmp_path / "toy.placement.json")
     step = format_ns(baechi.simulate(graph, cluster, placement).makespan_ns)
-    assert f"auto predicted {step}" in " ".join(told.file.getvalue().split())
+    assert f"auto predicted {step}" in " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "toy.html").read_text()
     assert "Two branches on 2 devices" in page
     assert "Predicted beside measured" in page
@@ -99,7 +94,7 @@ def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
 
 
 @drawn
-def test_a_wrong_result_is_an_error(tmp_path, told, monkeypatch):
+def test_a_wrong_result_is_an_error(tmp_path, capsys, monkeypatch):
     real, calls = demo._train, []
 
     def spoil(*args):
@@ -111,8 +106,8 @@ def test_a_wrong_result_is_an_error(tmp_path, told, monkeypatch):
 
     monkeypatch.setattr(demo, "_train", spoil)
     with pytest.raises(ExecutionError, match=r"placed by m-topo.* does not equal the unsplit"):
-        show(JOB, tmp_path, told)
-    assert "off by 1e+00" in told.file.getvalue()
+        show(JOB, tmp_path)
+    assert "off by 1e+00" in capsys.readouterr().out
     assert (tmp_path / "toy.html").exists()
 
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_read_at_all_is_an_error(read, tmp_path):
         read("{", "philly")
     with pytest.raises(InputError, match="a Philly log is a list"):
         read("{}", "philly")
-    with pytest.raises(InputError, match="format 'gavel' is unknown"):
+    with pytest.raises(InputError, match="format of the trace is 'gavel'"):
         read("", "gavel")
     with pytest.raises(InputError, match="malformed is 'ignore'"):
         read("", "tiresias", malformed="ignore")

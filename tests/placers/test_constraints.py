@@ -67,9 +67,9 @@ def violations(graph, cluster, rules, devices):
         (lambda: Constraints(forbidden={"a": "d"}), r"forbidden\['a'\] is 'd'; give a list"),
         (lambda: Constraints(forbidden={"a": (1,)}), r"a device of forbidden\['a'\] is 1"),
         (lambda: Constraints(excluded="d"), "excluded is 'd'; give a list of device names"),
-        (lambda: Constraints(max_devices=0), "max_devices is 0; a placement uses at least one"),
+        (lambda: Constraints(max_devices=0), "max_devices is 0; it must be a positive integer"),
         (lambda: Constraints(max_devices=-1), "max_devices is -1"),
-        (lambda: Constraints(max_devices=1.5), "max_devices is 1.5, a float"),
+        (lambda: Constraints(max_devices=1.5), "max_devices is 1.5; it must be a positive integer"),
         (lambda: Constraints(margins={"d": -1}), "margin of device 'd' is -1"),
         (lambda: Constraints(margins={"d": "much"}), "margin of device 'd' 'much' cannot be read"),
     ],
@@ -135,13 +135,13 @@ def test_an_unknown_name_gets_a_hint(name, hint):
         ),
         (
             Constraints({"a": "device0", "g": "device1", "d": "device2"}, max_devices=2),
-            "pinned to 3 devices .*, but max_devices is 2; raise it, or pin to fewer",
+            "may go to .* alone, but max_devices is 2; raise it, pin to fewer",
         ),
         (
             Constraints(
                 {"a": "device0"}, {"g": ("device0", "device2")}, ("device2",), max_devices=1
             ),
-            "ops that may go to 'device0', 'device1' alone, but max_devices is 1; raise it, or fo",
+            "ops that may go to 'device0', 'device1' alone, but max_devices is 1; raise it, pin",
         ),
     ],
 )

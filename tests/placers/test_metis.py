@@ -83,13 +83,13 @@ def test_shares_follow_memory_and_speed():
     problem = Problem(knots(4, heavy=10), Cluster.connected(devices, LINK))
     tasks = list(mincut._tasks(problem, mincut._Net(problem)))
     assert tasks[0][0] == (1,)
-    shares = [balance[0] for used, balance in tasks if used == (1, 0)]
+    shares = [shares for used, shares, _ in tasks if used == (1, 0)]
     # Times are rounded up to whole ns: 4 and 10.
     assert shares == [pytest.approx([10 / 14, 4 / 14]), pytest.approx([0.75, 0.25])]
     equal = Problem(knots(4, heavy=10), Cluster.uniform(2, 150, LINK))
     tasks = list(mincut._tasks(equal, mincut._Net(equal)))
-    assert all(shares is None for _, (shares, _) in tasks)
-    assert max(len(weights) for _, (_, weights) in tasks) == 2
+    assert all(shares is None for _, shares, _ in tasks)
+    assert max(len(weights) for _, _, weights in tasks) == 2
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))

@@ -52,7 +52,7 @@ def test_arrays_are_the_columns_of_the_graph(graph):
         + sum(graph.tensors[t].nbytes for t in graph.op_inputs[op] + graph.op_outputs[op])
         for op, row in enumerate(graph.ops)
     ]
-    assert arrays.running_bytes().tolist() == running
+    assert arrays.running_bytes.tolist() == running
     with pytest.raises(ValueError, match="read-only"):
         arrays.times[:] = 1
 
@@ -116,13 +116,13 @@ def test_a_schedule_of_columns_survives_a_file(tmp_path):
 
 def test_the_bound_of_a_schedule_is_computed_once_and_only_when_asked_for():
     calls = []
-    late = Schedule.with_late_bound((), (), (3,), lambda: calls.append(None) or 7)
+    late = Schedule((), (), (3,), late_bound=lambda: calls.append(None) or 7)
     assert (late.makespan_ns, late.peak_bytes, calls) == (0, (3,), [])
     assert late == replace(late) == Schedule((), (), (3,), 7)
     assert (late.lower_bound_ns, len(calls)) == (7, 1)
     # Another thread that asked at the same time may come after it was computed.
     assert (late.__getattr__("lower_bound_ns"), len(calls)) == (7, 1)
-    unasked = Schedule.with_late_bound((), (), (3,), lambda: calls.append(None) or 7)
+    unasked = Schedule((), (), (3,), late_bound=lambda: calls.append(None) or 7)
     assert pickle.loads(pickle.dumps(copy(unasked))) == late
     with pytest.raises(AttributeError, match="'bound'"):
         _ = late.bound

@@ -1,13 +1,16 @@
 """What is dropped from a traced graph or read once in it, and what stays."""
 
 import copy
+import operator
 
 import pytest
 import torch
 from placed import again_at_random, one_thread, step
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 import baechi
+from baechi.tracing.fx_nodes import target_name
 
 
 def targets(traced: baechi.Traced) -> list[str]:
@@ -129,3 +132,11 @@ def test_only_where_the_order_of_adding_up_is_told_by_it(model: nn.Module, count
     traced = baechi.trace(model, (torch.randn(16, 16, requires_grad=True),))
     names = [str(node.target) for node in traced.module.graph_module.graph.nodes]
     assert names.count("aten.alias.default") == count
+
+
+def test_the_name_of_a_function_has_no_address() -> None:
+    graph = fx.Graph()
+    for function in (torch.arange, operator.add, functional.relu, torch.relu):
+        name = target_name(graph.call_function(function))
+        assert "0x" not in name
+        assert name.endswith(function.__name__)

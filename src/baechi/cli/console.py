@@ -111,13 +111,13 @@ def write(value: object, out: Path | None) -> None:
         say(f"wrote {out}")
 
 
-def say(text: str, *, error: bool = False) -> None:
+def say(text: str, *, error: bool = False, style: str = "") -> None:
     """One line, not wrapped, not read as markup; red on stderr for an error."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=error, soft_wrap=True, highlight=False)
-    console.print(Text(text, style="red" if error else ""))
+    console.print(Text(text, style="red" if error else style))
 
 
 def show(renderable: Any) -> None:

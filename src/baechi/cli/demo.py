@@ -11,10 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
 
 import baechi
-from baechi.cli.console import import_file
+from baechi.cli.console import import_file, say
+from baechi.cli.console import show as draw
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
@@ -22,10 +28,6 @@ from baechi.records.placement import Schedule
 from baechi.reporting import Plan, error_text, write_html, write_trace
 from baechi.reporting.figures import require_plotly
 from baechi.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
 STEPS: Final = 5
@@ -101,50 +103,47 @@ def _cross_entropy(logits: Any) -> Any:
 
 def run(out: Path, *, quick: bool = False) -> None:
     """Shows both models and writes their reports into `out`."""
-    from rich.console import Console
-
     jobs = demo_jobs(quick=quick)
     require_plotly()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make folder {out}: {error.strerror}.") from error
-    console = Console()
     started = time.perf_counter()
     for job in jobs:
-        show(job, out, console)
-    console.rule()
-    _say(console, f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
+        show(job, out)
+    draw(Rule())
+    say(f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
     for job in jobs:
         path = out / job.name
-        _say(console, f"  {path}.html: the placement of {job.title}; open it in a browser")
-        _say(console, f"  {path}.trace.json: its step; load it at https://ui.perfetto.dev")
+        say(f"  {path}.html: the placement of {job.title}; open it in a browser")
+        say(f"  {path}.trace.json: its step; load it at https://ui.perfetto.dev")
     name = jobs[0].name
-    _say(console, "\nThe same without torch, from the files:\n")
-    _say(console, f"  cd {out}")
-    _say(console, f"  baechi solve {name}.graph.json {name}.cluster.json --placer m-etf")
+    say("\nThe same without torch, from the files:\n")
+    say(f"  cd {out}")
+    say(f"  baechi solve {name}.graph.json {name}.cluster.json --placer m-etf")
 
 
-def show(job: Job, out: Path, console: "Console") -> None:
+def show(job: Job, out: Path) -> None:
     """Places, runs, trains and reports one model; raises where the results differ."""
     import torch
 
     from baechi.torch_support.torch_devices import torch_threads
 
-    console.rule(f"[bold]{job.title}")
+    draw(Rule(f"[bold]{job.title}"))
     torch.manual_seed(0)
     model, args, kwargs = job.build()
     threads = max(1, torch.get_num_threads() // job.devices)
-    with console.status("tracing"):
+    with Console().status("tracing"):
         traced = baechi.trace(model.train(), args, kwargs)
-    graph, alone, cluster = _problem(job, traced, threads, console)
+    graph, alone, cluster = _problem(job, traced, threads)
     costs = _table(COSTS, "placer", "", "step", *(d.name for d in cluster.devices), "moved")
     results = _table(RESULTS, "placer", "placed in", "equal", *LOSSES)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     # By placement, since placers may find the same.
     known: dict[object, tuple[str, Schedule, Training, bool]] = {}
     wrong, remarks = [], []
-    with console.status("training, unsplit") as status, torch_threads(threads):
+    with Console().status("training, unsplit") as status, torch_threads(threads):
         reference = _train(job, model, args, kwargs)
         _add(costs, "unsplit", (alone.makespan_ns,), (reference.step_ns,))
         costs.add_row("one device", "refused")
@@ -181,9 +180,10 @@ def show(job: Job, out: Path, console: "Console") -> None:
             results.add_row(placer, placed_in, equal, *training.losses)
             if "fallback" in placement.stats:
                 remarks.append(FALLBACK.format(placer, placement.stats["fallback"]))
-    console.print(costs, results)
+    draw(costs)
+    draw(results)
     for remark in remarks:
-        _say(console, remark)
+        say(remark)
     _write(job, out, traced, (graph, cluster, placement, schedule), training.measured)
     if wrong:
         raise ExecutionError(
@@ -191,11 +191,9 @@ def show(job: Job, out: Path, console: "Console") -> None:
         )
 
 
-def _problem(
-    job: Job, traced: Any, threads: int, console: "Console"
-) -> tuple[OpGraph, Schedule, Cluster]:
+def _problem(job: Job, traced: Any, threads: int) -> tuple[OpGraph, Schedule, Cluster]:
     """A measured step, its schedule on one device without a limit, and devices too small for it."""
-    _say(console, f"Traced by {traced.rung}: {len(traced.ops)} operators.")
+    say(f"Traced by {traced.rung}: {len(traced.ops)} operators.")
     profile = baechi.profile(traced, device="cpu", threads=threads)
     graph: OpGraph = traced.graph(profile, training=True, optimizer=job.optimizer)
     ample = Cluster.uniform(1, 2**62, Link(latency_ns=0, bytes_per_s=10**9))
@@ -205,11 +203,11 @@ def _problem(
     needed, limit = format_bytes(alone.peak_bytes[0]), format_bytes(share_bytes)
     names = ", ".join(device.name for device in cluster.devices)
     have = f"{names} have {limit} each."
-    _say(console, f"Training it with {job.optimizer} needs {needed} on one device; {have}")
+    say(f"Training it with {job.optimizer} needs {needed} on one device; {have}")
     try:
         baechi.solve(graph, cluster, placer="single")
     except InfeasibleError as error:
-        _say(console, f"One device: {error}", style="yellow")
+        say(f"One device: {error}", style="yellow")
     return graph, alone, cluster
 
 
@@ -268,7 +266,7 @@ def _compare(placed: dict[str, Any], reference: dict[str, Any]) -> tuple[str, bo
     return f"to {difference:.0e}" if difference else "bitwise", True
 
 
-def _add(table: "Table", name: str, predicted: Sequence[int], measured: Sequence[int]) -> None:
+def _add(table: Table, name: str, predicted: Sequence[int], measured: Sequence[int]) -> None:
     """Three rows: what was predicted, what was measured, and the error in percent."""
     rows = ((name, "predicted", predicted), ("", "measured", measured))
     for first, what, (step_ns, *sizes) in rows:
@@ -287,18 +285,10 @@ def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: An
         baechi.dump(value, f"{path}.{kind}.json")
 
 
-def _table(title: str, *columns: str) -> "Table":
-    from rich import box
-    from rich.table import Table
-
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False  # three devices in 80 columns
     for column in columns:
         justify: Any = "left" if column in {"placer", ""} else "right"
         table.add_column(column, justify=justify, no_wrap=True)
     return table
-
-
-def _say(console: "Console", text: str, *, style: str = "") -> None:
-    """A line of text that is not read as markup."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from baechi.errors import InputError
+from baechi.validation import check_positive
 
 WHOLE: Final = 1000  # a GPU's compute, in the thousandths that shares are counted in
 WORK: Final = 720_720  # the least common multiple of 1 to 16
@@ -37,17 +37,13 @@ class Sharing(ABC):
     Attributes:
         most: At most so many jobs on one GPU.
         wants_whole: Whether a GPU that others hold memory of is left out.
-
-    Raises:
-        InputError: `most` is below 1.
     """
 
     most: int
     wants_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise InputError(f"at most {self.most} jobs on a GPU; give at least 1.")
+        check_positive(self.most, "the most jobs on a GPU")
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """True if a job may join those that are there, memory apart."""
@@ -56,12 +52,9 @@ class Sharing(ABC):
 
     @abstractmethod
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
-        """Work per tick of one of the jobs that are there.
+        """Work per tick of the job with that part, which is among all parts there.
 
-        Args:
-            parts: All jobs there, `part` among them.
-            part: The job.
-            share: What the device has of a GPU, in thousandths.
+        The device has this share of a GPU, in thousandths.
         """
 
 
@@ -102,7 +95,6 @@ class SideBySide(Sharing):
     """Up to `most` jobs at once, as under MPS: slowed down only by what they want beyond the whole.
 
     Attributes:
-        most: At most so many jobs on one GPU.
         packs: Whether jobs are admitted only while their compute fits the GPU (Gandiva's packing).
     """
 

@@ -9,7 +9,7 @@ from typing import Final, final
 from baechi.cluster_simulation.contention import WHOLE, WORK, Part, Sharing
 from baechi.cluster_simulation.jobs import Grant, Job, JobRun
 from baechi.errors import InputError
-from baechi.validation import check_count
+from baechi.validation import check_positive
 
 MAX_GPUS: Final = 1_000_000  # some gigabytes of them
 
@@ -20,8 +20,6 @@ class Gpu:
     """A GPU, or a MIG slice of one.
 
     Attributes:
-        node: Index of its node in the cluster.
-        switch: Index of its switch.
         memory_bytes: Its memory; `None` where memory is not modeled.
         speed: How fast it runs a job, in thousandths of the GPU that durations were measured on.
         share: The part of a GPU's compute that it has, in thousandths; below 1,000 for a slice.
@@ -58,14 +56,11 @@ class Slice:
 class Fleet:
     """All GPUs of a cluster, node after node and switch after switch.
 
-    Attributes:
-        gpus: `gpu` means an index into them everywhere.
-
     Raises:
         InputError: No GPUs, nodes out of order, or a speed, a share or held memory out of range.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # `gpu` means an index into them everywhere
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -111,8 +106,7 @@ class Fleet:
             ("nodes per switch", nodes),
             ("GPUs per node", gpus_per_node),
         ):
-            if check_count(count, f"the number of {what}") < 1:
-                raise InputError(f"a cluster with {count} {what}; give at least 1.")
+            check_positive(count, f"the number of {what}")
         count = switches * nodes * gpus_per_node * max(1, len(slices))
         if count > MAX_GPUS:
             raise InputError(f"a cluster of {count} GPUs; give {MAX_GPUS} at most.")
@@ -194,8 +188,6 @@ class DeviceStates:
     """The jobs on every GPU.
 
     Attributes:
-        fleet: The GPUs.
-        sharing: How jobs share one.
         owners: The jobs on every GPU, by their indices.
         parts: What each of them has there, in the same order.
         memory_left: The memory that is left on every GPU; `None` where it is not modeled.

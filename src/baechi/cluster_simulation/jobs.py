@@ -6,10 +6,9 @@ from heapq import heapify, heappop, heappush
 from typing import final
 
 from baechi.cluster_simulation.contention import WHOLE, WORK, Part
-from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.validation import check_count, check_name
+from baechi.validation import check_count, check_name, check_positive
 
 
 @final
@@ -20,9 +19,7 @@ class Job:
     Attributes:
         name: Unique in its trace.
         gpus: How many GPUs it holds at once; all of them or none (a gang).
-        submit_time: When it arrives.
         duration: How long it runs on whole GPUs of speed 1.
-        model: The trace's name of its model.
         memory_bytes: What it holds on each of its GPUs.
         compute: The share of a GPU that it keeps busy when alone on it, in thousandths.
         limit: The share of a GPU that it may use at most (an MPS limit), in thousandths.
@@ -52,18 +49,12 @@ class Job:
 
     def __post_init__(self) -> None:
         check_name(self.name, "a job's name")
-        counts = ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus")
-        for name in (*counts, "compute", "limit"):
+        for name in ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus"):
             check_count(getattr(self, name), f"{name} of job {self.name!r}")
-        if self.gpus < 1:
-            raise InputError(f"job {self.name!r} asks for {self.gpus} GPUs; give at least 1.")
+        check_positive(self.gpus, f"gpus of job {self.name!r}")
         for name in ("compute", "limit"):
-            share = getattr(self, name)
-            if not 1 <= share <= WHOLE:
-                raise InputError(
-                    f"{name} of job {self.name!r} is {share}; give thousandths of a GPU, 1 to "
-                    f"{WHOLE}."
-                )
+            what = f"{name} of job {self.name!r}, in thousandths of a GPU,"
+            check_positive(getattr(self, name), what, WHOLE)
 
     @property
     def shape(self) -> object:
@@ -91,20 +82,16 @@ class Grant:
 @final
 @dataclass(eq=False, slots=True)
 class JobRun:
-    """The state of a job, as policies see it.
+    """The state of a job, as policies see it; what it counts is as in `Outcome`.
 
     Attributes:
-        job: The job; its `duration` is for policies that know the future.
+        job: Its `duration` is for policies that know the future.
         index: Its rank by arrival time.
         running: Whether it holds GPUs.
-        done: Whether it has ended.
         grant: The GPUs that it holds or held last.
-        start_time: When it first held GPUs, -1 before.
-        end_time: When it ended, -1 before.
-        preempt: How often it lost them.
-        resume: How often it got them.
-        promote: How often a policy put it back into its first queue; the policy counts.
-        overhead: Ticks of work that restarts added.
+        start_time: As in `Outcome`; -1 before, as is `end_time`.
+        resume: How often it got GPUs.
+        promote: The policy counts these.
         rate: Its work per tick while it runs.
         version: Counts changes of its end: an event of an older one is stale.
     """
@@ -244,7 +231,6 @@ class Outcome:
     """The outcome of a job.
 
     Attributes:
-        job: The job.
         start_time: When it first held its GPUs.
         end_time: When it was done.
         pending_time: Ticks without GPUs, between arrival and end.

@@ -143,9 +143,33 @@ class LeastLoaded(WholeScheme):
         return sorted(free, key=lambda gpu: len(devices.owners[gpu]))[:count]
 
 
+class _GraphScheme(Scheme):
+    """Places operator graphs; answers are kept in `DeviceStates.memo`."""
+
+    @abstractmethod
+    def _placement(self, job: Job, graph: OpGraph, cluster: Cluster) -> Placement | None:
+        """The placement of the job's graph there, if there is one."""
+
+    def _grant(self, job: Job, devices: DeviceStates, left: list["_Residual"]) -> Grant | None:
+        """The grant of the placement on some GPUs, computed once for every shape of them."""
+        assert job.graph is not None, "only graphs are split"
+        asked = id(job.graph), id(job.placement), job.step_ns, job.compute, job.limit
+        question = (self, *asked, _shape_of(left))
+        if question not in devices.memo:
+            cluster = _cluster_of(left, job)
+            placement = self._placement(job, job.graph, cluster)
+            devices.memo[question] = (
+                None if placement is None else _granted(job, job.graph, placement, cluster, left)
+            )
+        answer = devices.memo[question]
+        if answer is None:
+            return None
+        return replace(answer, gpus=tuple(left[place].index for place in answer.gpus))
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Baechi(Scheme):
+class Baechi(_GraphScheme):
     """Places a job's graph on what is left of the GPUs that admit another job.
 
     Whole on one GPU where that is possible, else on as few as possible, at most `Job.most_gpus`. A
@@ -166,12 +190,12 @@ class Baechi(Scheme):
         """The first of whole, two, three, ... GPUs that fits; `None` if none does."""
         if job.graph is None:
             return BestFit().place(job, devices)
-        rows = []
+        left = []
         for index in devices.open(Part(0, 1, job.limit)):
             memory = devices.memory_left[index]
-            nbytes = AMPLE if memory is None else memory
-            rows.append(_Residual(index, nbytes, devices.fleet.gpus[index]))
-        left = [row for row in rows if row.nbytes]
+            if memory != 0:
+                nbytes = AMPLE if memory is None else memory
+                left.append(_Residual(index, nbytes, devices.fleet.gpus[index]))
         found = self._whole(job, devices, left)
         for most in range(2, min(job.most_gpus or job.gpus, len(left)) + 1):
             if found is None:
@@ -182,22 +206,16 @@ class Baechi(Scheme):
         """On one GPU: where it is fastest, and among those where the least memory is left."""
         found = []
         for row in left:
-            answer = self._alone(job, devices, row)
-            if answer is not None and devices.admits(row.index, answer.parts[0]):
-                grant = replace(answer, gpus=(row.index,))
+            grant = self._grant(job, devices, [replace(row, nbytes=AMPLE)])
+            if grant is not None and devices.admits_all(grant):
                 found.append((-devices.rate(grant, joins=True), row.nbytes, row.index, grant))
         return min(found)[-1] if found else None
-
-    def _alone(self, job: Job, devices: DeviceStates, row: "_Residual") -> Grant | None:
-        """On one GPU of its kind that has memory for anything."""
-        kind = row.gpu.speed, row.gpu.share, row.gpu.kind
-        return self._solved(job, devices, [_Residual(0, AMPLE, row.gpu)], kind)
 
     def _split(
         self, job: Job, devices: DeviceStates, left: list["_Residual"], most: int
     ) -> Grant | None:
         """On at most `most` GPUs, those with the most memory: of one node if that is enough."""
-        alone = self._alone(job, devices, left[0])
+        alone = self._grant(job, devices, [replace(left[0], nbytes=AMPLE)])
         least = alone.parts[0].memory_bytes if alone is not None else 0
         nodes = [list(rows) for _, rows in groupby(left, key=lambda row: row.gpu.node)]
         offers = [
@@ -209,50 +227,30 @@ class Baechi(Scheme):
         near = [rows for rows in enough[:-1] if len(rows) == most] or enough[-1:]
         left = [row.rounded() for row in max(near, key=_total)]
         memory = tuple(row.nbytes for row in left)
-        refused = devices.refused.setdefault((*self._key(job), most), [])
+        asked = (self, id(job.graph), job.step_ns, job.compute, job.limit, most)
+        refused = devices.refused.setdefault(asked, [])
         if any(
             len(memory) <= len(before) and all(map(operator.le, memory, before))
             for before in refused
         ):
             return None
-        answer = self._solved(job, devices, left, _shape_of(left))
-        if answer is None:
+        grant = self._grant(job, devices, left)
+        if grant is None:
             refused.append(memory)
-            return None
-        grant = replace(answer, gpus=tuple(left[place].index for place in answer.gpus))
-        return grant if devices.admits_all(grant) else None
+        return grant if grant is not None and devices.admits_all(grant) else None
 
-    def _key(self, job: Job) -> tuple[object, ...]:
-        """Everything but the GPUs that an answer depends on."""
-        return self, id(job.graph), job.step_ns, job.compute, job.limit
-
-    def _solved(
-        self, job: Job, devices: DeviceStates, left: list["_Residual"], shape: object
-    ) -> Grant | None:
-        """The grant of the placement that is found, one for every shape of what is left.
-
-        Its GPUs are indices into `left`.
-        """
-        question = (*self._key(job), shape)
-        if question not in devices.memo:
-            assert job.graph is not None, "only graphs are split"
-            cluster = _cluster_of(left, job)
-            problem = Problem(job.graph, cluster)
-            if self.effort == LISTED:
-                placers = METF(), HEFT()
-                rows = [(placer.name, placer.place(problem)) for placer in placers]
-                placement = best(rows, LISTED)
-            else:
-                placement = find(problem, self.effort)
-            devices.memo[question] = (
-                None if placement is None else _granted(job, job.graph, placement, cluster, left)
-            )
-        return devices.memo[question]
+    def _placement(self, job: Job, graph: OpGraph, cluster: Cluster) -> Placement | None:
+        del job
+        problem = Problem(graph, cluster)
+        if self.effort == LISTED:
+            placers = METF(), HEFT()
+            return best([(placer.name, placer.place(problem)) for placer in placers], LISTED)
+        return find(problem, self.effort)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class AsPlaced(Scheme):
+class AsPlaced(_GraphScheme):
     """Takes GPUs as another scheme does, and splits a graph over them as `Job.placement` says.
 
     Attributes:
@@ -267,15 +265,12 @@ class AsPlaced(Scheme):
         if grant is None or job.graph is None or job.placement is None:
             return grant
         left = [_Residual(index, AMPLE, devices.fleet.gpus[index]) for index in grant.gpus]
-        asked = (id(job.graph), id(job.placement), job.step_ns, job.compute, job.limit)
-        question = (self, *asked, _shape_of(left))
-        if question not in devices.memo:
-            cluster = _cluster_of(left, job)
-            devices.memo[question] = _granted(job, job.graph, job.placement, cluster, left)
-        answer = devices.memo[question]
-        assert answer is not None, "a placement did not fit ample memory"
-        placed = replace(answer, gpus=tuple(grant.gpus[place] for place in answer.gpus))
-        return placed if devices.admits_all(placed) else None
+        grant = self._grant(job, devices, left)
+        return grant if grant is not None and devices.admits_all(grant) else None
+
+    def _placement(self, job: Job, graph: OpGraph, cluster: Cluster) -> Placement | None:
+        del graph, cluster
+        return job.placement
 
 
 @final

@@ -47,8 +47,6 @@ class SimulationResult:
     """The result of a simulation.
 
     Attributes:
-        policy: The policy's name.
-        gpus: How many GPUs there were.
         outcomes: The jobs that ended, in the order in which they did; of one moment, by arrival.
         refused: The jobs that fit no empty cluster.
         rows: The cluster after every event, in the columns of `ROW`.

@@ -5,8 +5,7 @@ The clock goes from event to event: an arrival, an end, or a time that the polic
 With preemption the order is of all jobs, as if the cluster were empty, but a job keeps its GPUs
 where nothing more urgent needs them. A tick that is not filled by the last work counts whole.
 
-Cost of an event: O(changes log jobs) under `fifo` and `shortest` where GPUs are only counted, else
-O(waiting or runnable jobs), times O(GPUs) for the jobs that a scheme places.
+Cost of an event: docs/cluster.md, "Speed"; times O(GPUs) for the jobs that a scheme places.
 """
 
 import copy
@@ -145,7 +144,6 @@ class _Simulation:
         )
         counts = isinstance(devices, DeviceCounter) and not restart_cost
         self._selecting = policy if counts and isinstance(policy, SelectingPolicy) else None
-        self._makes_offers = type(policy).accepts is not Policy.accepts
         self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
         self._running: dict[int, JobRun] = {}
@@ -342,11 +340,8 @@ class _Simulation:
         if grant is None:
             self._hopeless.add(shape)
             return False
-        if self._makes_offers:
-            rate = self._devices.rate(grant, joins=True)
-            offer = Offer(run, rate, now, self._running.values(), self._devices)
-            if not self._policy.accepts(offer):
-                return False
+        if not self._policy.accepts(Offer(run, grant, now, self._running.values(), self._devices)):
+            return False
         self._start(run, grant, now)
         return True
 

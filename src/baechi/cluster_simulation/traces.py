@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar, final
 from baechi.cluster_simulation.contention import WHOLE
 from baechi.cluster_simulation.jobs import Job
 from baechi.errors import InputError, reason_of
+from baechi.validation import check_choice
 
-_MALFORMED: Final = ("strict", "skip")
 _JOB_LIST: Final = ("job_id", "num_gpu", "submit_time", "duration")
 _PAI_TASKS: Final = (
     *("job_name", "task_name", "inst_num", "status", "start_time", "end_time"),
@@ -66,22 +66,17 @@ class Trace:
 
 
 def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> Trace:  # noqa: A002
-    """The jobs of a trace file.
+    """The jobs of a trace file in one of `FORMATS`.
 
-    Args:
-        path: The file.
-        format: One of `FORMATS`.
-        malformed: `"strict"`: the first entry that cannot be read is an error; `"skip"`: such
-            entries are left out and listed.
+    Where `malformed` is `"strict"` the first entry that cannot be read is an error; where it is
+    `"skip"` such entries are left out and listed.
 
     Raises:
         InputError: An unknown format, a file that cannot be read or lacks columns, or, if strict,
             an entry that cannot be read.
     """
-    if format not in FORMATS:
-        raise InputError(f"trace format {format!r} is unknown; give one of {', '.join(FORMATS)}.")
-    if malformed not in _MALFORMED:
-        raise InputError(f"malformed is {malformed!r}; give one of {', '.join(_MALFORMED)}.")
+    check_choice(format, tuple(FORMATS), "format of the trace")
+    check_choice(malformed, ("strict", "skip"), "malformed")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -370,14 +365,8 @@ def poisson_jobs(
 ) -> tuple[Job, ...]:
     """Jobs with exponential gaps between arrivals; the same arguments give the same jobs.
 
-    Args:
-        per_tick: How many arrive per tick, on average.
-        durations: Draws a job's duration, or is the duration of all.
-        seed: Of all that is drawn.
-        count: Stop after so many jobs.
-        until: Stop at this time.
-        gpus: How many GPUs a job may ask for.
-        weights: How often, in proportion; equally if absent.
+    They stop after `count` jobs or at the time `until`, and ask for one of the numbers of `gpus`,
+    in proportion to their weights.
 
     Raises:
         InputError: A rate that is not positive, or neither `count` nor `until`.

@@ -1,8 +1,7 @@
 """Efficiencies and the launch floor of a device kind, fitted to measured profiles.
 
-Once it is settled which of FLOPs and bytes binds each kernel, the time of an operator is linear in
-the launch floor and in the inverse efficiencies x (`docs/estimation.md`, "Calibrating"), and the
-fit is a linear program (least absolute deviations, `_program`):
+The fit is a linear program in the launch floor and the inverse efficiencies x (least absolute
+deviations, `_program`; docs/estimation.md, "Calibrating"):
 
     minimize    sum of  weight * |predicted - measured|  +  a little * |x / x0 - 1|
     subject to  0 <= x, launch
@@ -188,35 +187,27 @@ def _program(
     Variables: x / x0 per column and launch / launch0, and how far each of those is from 1; then how
     far each sample is from what was measured, in its weight's unit. Two rows bound each distance.
     """
-    floor = max(launch_ns, 1)
     n, m = len(columns) + 1, len(samples)
     place = {column: i for i, column in enumerate(columns)}
     scale = sum(sample.measured_ns**0.5 for sample in samples) / m
-    rows: list[tuple[int, int, float]] = []
-    limits: list[float] = []
-
-    def bound(terms: Sequence[tuple[int, float]], target: float, distance: int) -> None:
-        """|terms - target| <= distance, as two rows."""
-        for sign in (1.0, -1.0):
-            rows.extend((len(limits), i, sign * value) for i, value in terms if value)
-            rows.append((len(limits), distance, -1.0))
-            limits.append(sign * target)
-
-    for i in range(n):
-        bound([(i, 1.0)], 1.0, n + i)
-    for s, (sample, ideal) in enumerate(zip(samples, ideals, strict=True)):
+    rows, target = np.eye(n + m, n), np.ones(n + m)
+    for s, (sample, ideal) in enumerate(zip(samples, ideals, strict=True), start=n):
         weight = 1 / (scale * sample.measured_ns**0.5)
-        terms = [(place[c], weight * ns / tables[place[c]]) for c, ns in sorted(ideal.items())]
-        terms.append((n - 1, weight * floor * len(sample.kernels)))
-        bound(terms, weight * sample.measured_ns, 2 * n + s)
-    row, column, value = zip(*rows, strict=True)
+        for column, ns in ideal.items():
+            rows[s, place[column]] = weight * ns / tables[place[column]]
+        rows[s, n - 1] = weight * max(launch_ns, 1) * len(sample.kernels)
+        target[s] = weight * sample.measured_ns
+    # |rows @ z - target| <= distance, as two rows.
+    row, place_of = np.nonzero(rows)
+    value, at = rows[row, place_of], np.arange(n + m)
+    signs = np.full(n + m, -1.0)
     return LinearProgram(
         cost=np.array([0.0] * n + [_INERTIA] * n + [1.0] * m),
         upper=np.full(2 * n + m, np.inf),
-        row=np.array(row, np.int64),
-        column=np.array(column, np.int64),
-        value=np.array(value, np.float64),
-        limit=np.array(limits, np.float64),
+        row=np.concatenate([2 * row, 2 * row + 1, 2 * at, 2 * at + 1]),
+        column=np.concatenate([place_of, place_of, n + at, n + at]),
+        value=np.concatenate([value, -value, signs, signs]),
+        limit=np.stack([target, -target], axis=1).ravel(),
     )
 
 
@@ -242,20 +233,18 @@ def _fits(samples: Sequence[_Sample], before: DeviceKind, after: DeviceKind) -> 
     """Relative errors per class and type, and that of the sum over all operators."""
     by_class: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     totals = [0, 0, 0]
-    every: list[tuple[float, float]] = []
     for sample in samples:
         times = [sample.measured_ns, before.run_ns(sample.kernels), after.run_ns(sample.kernels)]
         totals = [t + ns * sample.count for t, ns in zip(totals, times, strict=True)]
         largest = max(sample.kernels, key=after.kernel_ns)
         errors = (_error(times[1], times[0]), _error(times[2], times[0]))
         by_class[largest.op_class, largest.dtype].append(errors)
-        every.append(errors)
     rows = []
     for (op_class, dtype), errors_of in sorted(by_class.items()):
         ahead, behind = zip(*errors_of, strict=True)
         medians = (statistics.median(ahead), max(ahead), statistics.median(behind), max(behind))
         rows.append(Fit(op_class, dtype, len(errors_of), *medians))
-    worst = [max(column) for column in zip(*every, strict=True)]
+    worst = max(row.worst_before for row in rows), max(row.worst_after for row in rows)
     sums = [_error(total, totals[0]) for total in totals[1:]]
     return (*rows, Fit("all", "sum", len(samples), sums[0], worst[0], sums[1], worst[1]))
 

@@ -1,11 +1,7 @@
-"""Costs computed from shapes alone, for a device that need not be here (`docs/estimation.md`).
+"""Costs computed from shapes alone, for a device that need not be here.
 
-    time of an operator = sum over its kernels of
-        max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
-
-Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
-every kernel that it would launch. Only an operator that looks at values, in a model whose trace had
-to run the example as well, runs on these.
+docs/estimation.md has the formula. Each distinct operator runs once on fake tensors, forward and
+backward, and a dispatch mode sees every kernel that it would launch.
 
 The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
@@ -22,9 +18,10 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import filled, function_of, real_inputs
+from baechi.costs.example_inputs import Make, filled, real_inputs
 from baechi.costs.flop_rules import kernel_of
-from baechi.costs.held_gradients import Arriving, held_gradients
+from baechi.costs.held_gradients import held_gradients
+from baechi.costs.op_benchmark import Alone, Arriving, cpu_peaks
 from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
@@ -34,9 +31,9 @@ from baechi.torch_support.torch_internals import FakeTensorMode, OpOverload, Wat
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.pytrees import map_tensors, tensors_in
+from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
-from baechi.tracing.subgraph import leaf_copies, opaque_leaves
+from baechi.tracing.subgraph import opaque_leaves
 from baechi.validation import check_is
 
 SEEN: Final = "shapes alone do not run it: counted on the values of the example"
@@ -61,7 +58,6 @@ class Workload:
         backward_workspace_bytes: The same of its backward.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
         backward_reused_bytes: What of its backward's gradients takes the room of what it kept.
-        remark: A note for the reader; empty for most.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -164,6 +160,10 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     module: TracedModule = traced.module
     rows: dict[str, Workload] = {}
     left: dict[str, tuple[tuple[fx.Node, ...], bool]] = {}
+
+    def make(node: fx.Node, _: object) -> Any:
+        return filled(module, node, _fake)
+
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
@@ -181,60 +181,44 @@ def workloads(traced: Traced) -> dict[str, Workload]:
             leaves = opaque_leaves(module.graph_module, nodes)
             try:
                 fakes = {target: _Leaf(leaf) for target, leaf in leaves.items()}
-                rows[op.key] = _count(module, nodes, partial(filled, module, make=_fake), fakes)
+                rows[op.key] = _count(module, nodes, make, fakes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
                 left[op.key] = nodes, op.differentiable
     for key, (nodes, differentiable) in left.items():
         rows[key] = _unseen(module, nodes, differentiable)
         if module.facts.real:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
-                rows[key] = _count_real(module, nodes)
+                rows[key] = _count_real(module, nodes, make)
     return rows
 
 
-def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
+def _count_real(module: TracedModule, nodes: Sequence[fx.Node], otherwise: Make) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        values = real_inputs(module, nodes, _CPU)
-
-        def make(node: fx.Node) -> Any:
-            return values[node] if node in values else filled(module, node, _fake)
-
-        load = _count(module, nodes, make, leaf_copies(module.graph_module, nodes, _CPU))
+        load = _count(module, nodes, real_inputs(module, nodes, _CPU, otherwise))
     return replace(load, remark=load.remark or SEEN)
 
 
 def _count(
     module: TracedModule,
     nodes: Sequence[fx.Node],
-    make: Callable[[fx.Node], Any],
-    leaves: Mapping[str, torch.nn.Module],
+    make: Make,
+    leaves: Mapping[str, torch.nn.Module] | None = None,
 ) -> Workload:
     """One operator, run on what `make` gives for the nodes that it reads."""
-    part = function_of(module, nodes, _CPU, leaves)
-    inputs = [make(node) for node in part.inputs]
-    tensors = [*tensors_in(inputs), *(p for leaf in leaves.values() for p in leaf.parameters())]
-    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-    # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
-    written = {s for node in nodes for s in module.facts.nodes[node].writes}
-    inputs = [
-        map_tensors(torch.clone, value)
-        if any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
-        else value
-        for node, value in zip(part.inputs, inputs, strict=True)
-    ]
+    alone = Alone(module, nodes, make, _CPU, leaves=leaves)
     meter, unseen = Meter([0]), list[int]()
-    produced, forward, scratch_bytes, _ = _counted(meter, lambda: part.function(*inputs), unseen)
+    (run,) = alone.forward_runs(1)
+    produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
-    if not roots or not differentiable:
+    if not roots or not alone.differentiable:
         return Workload(forward, workspace_bytes=scratch_bytes)
     with meter.counting(0):
         arriving = Arriving(roots)
     try:
-        gradients, backward, _, above = _counted(
-            meter, partial(arriving.differentiated, differentiable), []
-        )
+        run = partial(arriving.differentiated, alone.differentiable)
+        gradients, backward, _, above = _counted(meter, run, [])
     except Exception:  # reversible layers refuse it in evaluation mode
         backward = _unseen(module, nodes, True).backward
         return Workload(forward, backward, scratch_bytes, 0, UNSEEN_BACKWARD, sum(unseen))
@@ -260,12 +244,9 @@ def _counted(
         if kernel is not None:
             kernels.append(kernel)
 
-    meter.forget_peaks()
-    (before,) = meter.live_bytes
-    with meter.counting(0), Watch(see):
-        result = run()
-    (peak,), (live,) = meter.peak_bytes, meter.live_bytes
-    return result, tuple(kernels), max(peak - live, 0), peak - before
+    with Watch(see):
+        result, scratch_bytes, above_bytes = cpu_peaks(meter, run)
+    return result, tuple(kernels), scratch_bytes, above_bytes
 
 
 def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tensor) -> int:

@@ -1,10 +1,9 @@
 """Inputs for operators that run alone, and the remark where an operator's time depends on them.
 
-Inputs have the right shapes, strides and types. What follows from the example without any
-activation (positions, masks, token ids) keeps its values, computed on the CPU. Everything else is
-made up: floats in (0.1, 1), so that logarithms, roots and variances are numbers; booleans that are
-true; integers in range of what they index, drawn evenly, so that neither every row nor a single one
-is read. Where an operator fails on such values, the model is run up to it for the real ones.
+What follows from the example without any activation (positions, masks, token ids) keeps its values,
+computed on the CPU. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and
+variances are numbers; booleans that are true; integers in range of what they index, drawn evenly,
+so that neither every row nor a single one is read.
 """
 
 import copy
@@ -24,6 +23,8 @@ from baechi.tracing.subgraph import Extract, extract
 
 # A known value larger than this is made up instead: evaluating must not need the model's memory.
 _MAX_KNOWN_BYTES: Final = 1 << 28
+# A value for an input node, given the nodes of an operator that read it.
+Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
 
 _CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
 # Operators that index: name -> (what is indexed, the argument that says its dimension, the
@@ -192,9 +193,9 @@ def filled(module: TracedModule, node: fx.Node, make: Callable[[Value], torch.Te
 
 
 def real_inputs(
-    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
-) -> dict[fx.Node, Any]:
-    """The values that an operator reads in a run of the traced model on its example.
+    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device, otherwise: Make
+) -> Make:
+    """The values that an operator reads in a run of the model on its example; others as otherwise.
 
     The model stays as it is. Needs values of all parameters, and the memory of a forward.
     """
@@ -211,7 +212,8 @@ def real_inputs(
             lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), runner.env[node]
         )
 
-    return {node: anew(node) for node in wanted if module.facts.nodes[node].values}
+    values = {node: anew(node) for node in wanted if module.facts.nodes[node].values}
+    return lambda node, readers: values[node] if node in values else otherwise(node, readers)
 
 
 @final

@@ -1,10 +1,7 @@
 """The work of one call of an ATen kernel: its class, element type, FLOPs and bytes.
 
-FLOPs: 2 m n k of a product, through `torch.utils.flop_counter` where it knows the kernel. Bytes:
-every input and output once; of a broadcast input what is stored; of a gather what it picks; nothing
-for a view.
-
-Source of the formulas: torch/utils/flop_counter.py (2.13), but where a docstring here says why not.
+docs/estimation.md, "The formula", has the rules. Source: torch/utils/flop_counter.py (2.13), but
+where a docstring here says why not.
 """
 
 import math
@@ -150,10 +147,7 @@ def _convolution_backward_flops(_name: str, args: _Args, kwargs: _Kwargs, *_: An
 
 
 def _attention_flops(name: str, args: _Args, *_: Any) -> int:
-    """Two products of the forward, five of the backward, which computes the scores again.
-
-    A causal mask halves what fused kernels do, and is not always visible; it is not counted.
-    """
+    """Two products of the forward, five of the backward, which computes the scores again."""
     shift, products = (1, 5) if "backward" in name else (0, 2)
     query, key = args[shift], args[shift + 1]
     batch, heads, length, width = (int(n) for n in query.shape)

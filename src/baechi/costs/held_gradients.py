@@ -15,18 +15,13 @@ known; so where they are apart this is more than is held, and never less.
 Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
 """
 
-import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple, final
 
-import torch
 from torch import fx
 
-from baechi.torch_support.storages import distinct_storages, key_of
-from baechi.torch_support.torch_internals import TapeEnd
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value
 from baechi.tracing.fx_nodes import operator_name
@@ -45,40 +40,6 @@ class Held(NamedTuple):
     def with_own(self, workspace_bytes: int) -> int:
         """Scratch of a backward with these: its own is gone at its end."""
         return self.running + max(workspace_bytes, self.ending)
-
-
-@final
-class Arriving:
-    """Gradients that a backward is handed over, as in a step: each lives until it is used."""
-
-    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
-        seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots]
-        self._arrived = [weakref.ref(s) for s in distinct_storages(seeds).values()]
-        self._end: torch.Tensor = TapeEnd.apply(seeds, *roots)  # type: ignore[no-untyped-call]
-
-    def differentiated(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of some inputs."""
-        end = self._end
-        return torch.autograd.grad([end], inputs, [end.detach()], allow_unused=True)
-
-    def scratch(
-        self, gradients: Sequence[torch.Tensor | None], above_bytes: int
-    ) -> tuple[int, int]:
-        """Scratch, and what gradients reuse, of a backward whose peak was so far above its start.
-
-        The gradients count by themselves. What they are parts of, as the real part of a spectrum
-        is, is scratch.
-        """
-        passed_on = {key_of(storage) for ref in self._arrived if (storage := ref()) is not None}
-        made = {key: row.nbytes() for key, row in distinct_storages(gradients).items()}
-        beyond = {key: nbytes for key, nbytes in made.items() if key not in passed_on}
-        new_bytes = sum(beyond.values())
-        for gradient in gradients:
-            for key in beyond.keys() & distinct_storages(gradient).keys():
-                beyond[key] -= gradient.nbytes if gradient is not None else 0
-        beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
-        scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
-        return scratch_bytes, max(new_bytes - above_bytes, 0)
 
 
 def held_gradients(traced: Traced) -> list[Held]:

@@ -1,23 +1,16 @@
 """One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it (`example_inputs`); where it fails on these it is measured
-on the model's own. Two things of a step that a tight loop would hide are restored:
-
-- Parameters were last touched a whole step ago. So where the step's bytes outgrow the caches, and
-  the operator has enough parameters for it to matter, everything is evicted before every reading,
-  and the activations, or the gradients that have just arrived, are read once to bring them back.
-- Gradients of parameters stay until the optimizer has run, so what the allocator does not keep of
-  them lands in new pages in the next step. Those backwards are measured a second time, with
-  gradients of parameters of earlier runs held.
-
-Scratch is what is live only inside a run. As a backward goes, gradients take the room of what
-autograd kept, and of the gradients that arrive: that much less is live at its fullest.
+An operator runs on tensors made for it (`example_inputs`), or where it fails on these on the
+model's own, as it would in a step: with parameters in no cache, but for the activations, or the
+gradients that have just arrived, which are read once to bring them back; and with gradients of
+parameters in new pages. docs/cost-model.md, "Where the numbers come from", has when and why.
 """
 
 import ctypes
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -25,14 +18,15 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
-from baechi.costs.held_gradients import Arriving
+from baechi.costs.example_inputs import ExampleInputs, Make, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
+from baechi.torch_support.storages import distinct_storages, key_of
 from baechi.torch_support.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware
+from baechi.torch_support.torch_internals import TapeEnd
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import map_tensors, tensors_in
@@ -48,8 +42,6 @@ _MIN_COLD_BYTES: Final = 1 << 18
 # Gradients held at most, to keep them fresh.
 _HELD_BYTES: Final = 1 << 28
 
-# A value for an input node, given the nodes of an operator that read it.
-Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
 # Empties the caches, but for some tensors that are read again.
 Evict = Callable[[Sequence[torch.Tensor]], None]
 
@@ -132,11 +124,7 @@ class Bench:
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
-            values = real_inputs(self._module, nodes, self.place)
-
-            def make(node: fx.Node, readers: Sequence[fx.Node]) -> Any:
-                return values[node] if node in values else make_up(node, readers)
-
+            make = real_inputs(self._module, nodes, self.place, make_up)
             measured = self._measure(make, nodes, before)
         except Exception as error:
             where = f" ({op.source})" if op.source else ""
@@ -241,10 +229,12 @@ class Alone:
         nodes: Sequence[fx.Node],
         make: Make,
         device: torch.device,
-        evict: Evict | None,
-        fresh: float,
+        evict: Evict | None = None,
+        fresh: float = 0.0,
+        leaves: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
-        leaves = leaf_copies(module.graph_module, nodes, device)
+        if leaves is None:
+            leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
         self._stays = [node.op == "get_attr" for node in part.inputs]
@@ -359,7 +349,7 @@ def _give_memory_back() -> None:
 def _sizes(alone: Alone, place: torch.device) -> Measured:
     """The memory of an operator; these first runs warm up, too."""
     meter = Meter([0])
-    peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(_cpu_peaks, meter)
+    peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(cpu_peaks, meter)
     saved_bytes = saved_inside_bytes(alone.forward, alone.known)
     with torch.no_grad():
         _, inference_bytes, _ = peaks(alone.inference)
@@ -383,7 +373,41 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
     )
 
 
-def _cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
+@final
+class Arriving:
+    """Gradients that a backward is handed over, as in a step: each lives until it is used."""
+
+    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
+        seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots]
+        self._arrived = [weakref.ref(s) for s in distinct_storages(seeds).values()]
+        self._end: torch.Tensor = TapeEnd.apply(seeds, *roots)  # type: ignore[no-untyped-call]
+
+    def differentiated(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of some inputs."""
+        end = self._end
+        return torch.autograd.grad([end], inputs, [end.detach()], allow_unused=True)
+
+    def scratch(
+        self, gradients: Sequence[torch.Tensor | None], above_bytes: int
+    ) -> tuple[int, int]:
+        """Scratch, and what gradients reuse, of a backward whose peak was so far above its start.
+
+        The gradients count by themselves. What they are parts of, as the real part of a spectrum
+        is, is scratch.
+        """
+        passed_on = {key_of(storage) for ref in self._arrived if (storage := ref()) is not None}
+        made = {key: row.nbytes() for key, row in distinct_storages(gradients).items()}
+        beyond = {key: nbytes for key, nbytes in made.items() if key not in passed_on}
+        new_bytes = sum(beyond.values())
+        for gradient in gradients:
+            for key in beyond.keys() & distinct_storages(gradient).keys():
+                beyond[key] -= gradient.nbytes if gradient is not None else 0
+        beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
+        scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
+        return scratch_bytes, max(new_bytes - above_bytes, 0)
+
+
+def cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
     """The result; the peak above what is live at the end, and above what was at the start."""
     meter.forget_peaks()
     (before,) = meter.live_bytes

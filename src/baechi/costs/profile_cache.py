@@ -1,9 +1,7 @@
 """Cache of measured costs: an SQLite file that a second run of the same model reads.
 
 A row is one operator under `Conditions`, committed as soon as it is measured. Several processes may
-use one file. A problem with the file never costs a measurement: a damaged file is renamed and a new
-one begun; where nothing can be written the store warns once and goes on without. A file that the
-user named and that is not Baechi's is refused.
+use one file. A problem with the file never costs a measurement.
 """
 
 import hashlib
@@ -114,7 +112,6 @@ class ProfileStore:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_path() if path is None else Path(check_path(path))
-
         self._writable = True
         self._file: SqliteFile | None = None
         try:

@@ -1,18 +1,11 @@
-"""Measured costs: each distinct operator alone, once (`op_benchmark`), kept in a file.
+"""Measured costs: each distinct operator alone (`op_benchmark`), in passes, kept in a file.
 
-Where a tensor has several readers, adding up their gradients is a part of its producer's backward,
-as it is in autograd.
+docs/cost-model.md, "Where the numbers come from", has the reasons. Of an operator
 
-What disturbs a machine for a second or two lengthens whatever is measured meanwhile, and never
-shortens it. So an operator is measured in passes over all operators, seconds apart, and
+    the time      is the lowest of its passes
+    the spread    is how far above that the next pass is: what confirms it
 
-    its time      is the lowest of its passes
-    its spread    is how far above that the next pass is: what confirms it
-    it is settled where the spread is small
-
-A pass that was held up throughout (`timers`) may lower a time but confirms none; until one does,
-the spread is the time itself. What is not settled after two passes is measured again, the least
-certain first, for at most half of their time. What is uncertain even then is reported.
+A pass that was held up throughout (`timers`) may lower a time but confirms none.
 """
 
 import contextlib
@@ -20,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -62,8 +55,6 @@ def profile(
     cache: bool | str | Path = True,
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
-
-    What the passes do not agree on has a remark.
 
     Args:
         traced: From `trace`, in this process.
@@ -188,8 +179,7 @@ def measure_all(
 
     Args:
         keys: The keys of the operators to measure.
-        costs: What was measured before; what had its passes then is not measured again. What is
-            measured now is put here after each pass, so that an interrupt loses nothing.
+        costs: What was measured before, and, after each pass, what is measured now.
         measure: Makes one more pass over one of them, given what is known of it.
         tracked: The keys of a pass, given these and its number, with reports of progress.
         wall: Nanoseconds that go by.
@@ -273,20 +263,14 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
-        rows.append(
-            OpCost(
-                forward_ns=cost.forward_ns,
-                backward_ns=backward_ns,
-                parameter_bytes=op.trained_bytes + op.frozen_bytes,
-                output_bytes=traced.made_bytes[index],
-                saved_bytes=cost.saved_bytes,
-                workspace_bytes=cost.workspace_bytes,
-                backward_workspace_bytes=held[index].with_own(cost.backward_workspace_bytes),
-                inference_workspace_bytes=cost.inference_workspace_bytes,
-                backward_reused_bytes=cost.backward_reused_bytes,
-                forward_spread_ns=cost.forward_spread_ns,
-                backward_spread_ns=cost.backward_spread_ns if op.differentiable else 0,
-                remark="; ".join(filter(None, remarks)),
-            )
-        )
+        known = asdict(cost) | {
+            "backward_ns": backward_ns,
+            "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
+            "parameter_bytes": op.trained_bytes + op.frozen_bytes,
+            "output_bytes": traced.made_bytes[index],
+            "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
+            "remark": "; ".join(filter(None, remarks)),
+        }
+        del known["passes"]
+        rows.append(OpCost(**known))
     return tuple(rows)

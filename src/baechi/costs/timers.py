@@ -3,18 +3,14 @@
 A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
 everything that it does itself is outside of the reading.
 
-On a CPU: repeats of a run, less an empty loop, by their median. A reading is *held up*, and left
-out, where the calling thread was off its core for a part of it. This finds contention in runs of
-several threads, too: a waiting thread sleeps, so that its CPU time falls behind wall time.
-
-On CUDA: events on the stream, behind a kernel that spins until everything is queued.
+On a CPU a reading is *held up*, and left out, where the calling thread was off its core for a part
+of it. This finds contention in runs of several threads, too: a waiting thread sleeps, so that its
+CPU time falls behind wall time. On CUDA, behind a kernel that spins until everything is queued:
 
     host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
     stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between
 
-So what the host takes to launch an op is in no reading. Short ops are captured in a CUDA graph that
-repeats them; where a capture fails they are repeated as they are. An op that makes the host wait is
-clocked by the host, from an idle device to an idle device.
+docs/cost-model.md, "Where the numbers come from", has the rest.
 """
 
 import statistics

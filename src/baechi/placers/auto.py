@@ -132,11 +132,7 @@ def check_effort(effort: str) -> None:
 
 
 def portfolio(
-    problem: Problem,
-    placers: tuple[Placer, ...],
-    effort: str,
-    *,
-    coarsely: bool = True,
+    problem: Problem, placers: tuple[Placer, ...], effort: str, *, coarsely: bool = True
 ) -> list[tuple[str, Placement | None]]:
     """Labels and placements of the placers on the graph and, if `coarsely`, on the coarse graph.
 

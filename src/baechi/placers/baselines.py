@@ -185,9 +185,7 @@ class MTopo(Placer):
         return True
 
     def _caps(self, problem: Problem, loads: tuple[int, ...]) -> list[int]:
-        memory = [
-            problem.pool_memory[pool] * bool(problem.allowed[device].any())
-            for device, pool in enumerate(problem.device_pool)
-        ]
-        total = max(1, sum(sorted(memory)[-(problem.max_devices or len(memory)) :]))
+        rows = zip(problem.device_memory, problem.allowed, strict=True)
+        memory = [nbytes * bool(allowed.any()) for nbytes, allowed in rows]
+        total = max(1, sum(sorted(memory)[-problem.most_devices :]))
         return [-(-sum(loads) * m // total) + max(loads, default=0) for m in memory]

@@ -9,15 +9,13 @@ k devices, for every k, two are best (`csrc/schedulers/contiguous_splits.cc`):
 - bottleneck: the smallest maximum over the segments of their time plus that sum, for graphs with
   branches or fast links.
 
-The exact clock evaluates all of them in the order of the row, and the best also by earliest start
-and by rank (`shortest_assignment`). If none fits, increasing shares of every memory are left free
-for bytes missing from the loads, such as copies (`HEADROOMS`).
+The exact clock evaluates all of them (`shortest_assignment`). If none fits, increasing shares of
+every memory are left free for bytes missing from the loads, such as copies (`HEADROOMS`).
 
-Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (NeurIPS 2020) for
-splits of a chain by dynamic programming; here with memory, with tensors that several segments read,
-and evaluated by the clock of one step instead of a pipeline's. Complexity: O(blocks * (tensors +
-blocks * (devices + moments))) per program, with blocks of neighboring groups so large that
-blocks**2 * devices <= `work`, and some tens of simulations.
+Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (NeurIPS 2020); here
+with memory, with tensors that several segments read, and for one step. Complexity: O(blocks *
+(tensors + blocks * (devices + moments))) per program, with blocks of neighboring groups so large
+that blocks**2 * devices <= `work`, and some tens of simulations.
 """
 
 from collections.abc import Callable, Iterator
@@ -123,16 +121,11 @@ def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...],
     The devices of a pool get equal shares of its memory; alternatively, only the fastest of each
     pool is used, with all of it.
     """
-    n = len(problem.device_pool)
-    totals = [sum(row.tolist()) for row in problem.durations]
-    times = [totals[row] for row in problem.device_class]
-    share = [
-        problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
-    ]
+    n, times = len(problem.device_pool), problem.device_work
     fastest = [min(row, key=lambda device: times[device]) for row in problem.pool_devices]
     whole = {device: problem.pool_memory[pool] for pool, device in enumerate(fastest)}
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
-    for devices, caps in ((range(n), dict(enumerate(share))), (fastest, whole)):
+    for devices, caps in ((range(n), dict(enumerate(problem.device_share))), (fastest, whole)):
         by_memory = sorted((-caps[device], times[device], device) for device in devices)
         by_speed = sorted((times[device], -caps[device], device) for device in devices)
         for row in ([d for *_, d in by_memory], [d for *_, d in by_speed], sorted(devices)):
@@ -153,13 +146,7 @@ def _blocks(
     position[list(row)] = np.arange(len(row))
     if len(row) <= most:
         return len(row), position.astype(np.int32)
-    arrays = problem.arrays
-    first = position[arrays.op_group[arrays.producer]]
-    last = first.copy()
-    tensor = np.repeat(np.arange(len(first)), np.diff(arrays.consumer_begin))
-    readers = position[arrays.op_group[arrays.consumers]]
-    np.minimum.at(first, tensor, readers)
-    np.maximum.at(last, tensor, readers)
+    first, last = problem.arrays.extents(position[problem.arrays.op_group])
     crossing = np.zeros(len(row) + 1, np.int64)
     # A tensor crosses the cuts before positions first + 1 .. last.
     np.add.at(crossing, first + 1, costs)

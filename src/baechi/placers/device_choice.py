@@ -57,23 +57,16 @@ def device_kinds(problem: Problem) -> list[int]:
     if problem.cluster.uniform_link is None or len(problem.pool_memory) < n:
         return list(range(n))
     first: dict[tuple[object, ...], int] = {}
+    rows = zip(problem.cluster.devices, problem.device_memory, problem.allowed, strict=True)
     return [
-        first.setdefault(
-            (
-                device.kind,
-                device.speed,
-                problem.pool_memory[problem.device_pool[index]],
-                problem.allowed[index].tobytes(),
-            ),
-            index,
-        )
-        for index, device in enumerate(problem.cluster.devices)
+        first.setdefault((device.kind, device.speed, memory, allowed.tobytes()), index)
+        for index, (device, memory, allowed) in enumerate(rows)
     ]
 
 
 def _greedy(problem: Problem, kinds: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
     n = len(kinds)
-    memory = np.array([problem.pool_memory[pool] for pool in problem.device_pool], np.float64)
+    memory = np.array(problem.device_memory, np.float64)
     total = problem.durations.sum(axis=1, dtype=np.float64)[problem.device_class]
     speed = 1 / np.maximum(total, 1)
     for score in (memory, speed, memory * speed):

@@ -6,11 +6,9 @@ Repeatedly commit the pair of a ready op and a device with the smallest (earlies
 device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
 `csrc/schedulers/list_schedule.cc`).
 
-Differences from the paper: the earliest start is the exact clock's, with ports and copies, and a
-pair without room is reconsidered when memory is freed. A forward op is placed without regard to
-the needs of its backward there, so after a dead end the schedule is retried, first with increasing
-shares of every memory held back from new groups (`HEADROOMS`), then with the largest unplaced group
-pinned in advance to the device with the most unreserved memory, at most `retries` times.
+Differences from the paper: the earliest start is the exact clock's, with ports and copies; a pair
+without room is reconsidered when memory is freed; and after a dead end the schedule is retried
+(`docs/solver.md`, "The placers"), with `HEADROOMS` and then with groups pinned in advance.
 Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample; of equal
 devices only the used ones and one more count.
 """

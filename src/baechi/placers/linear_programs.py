@@ -55,13 +55,6 @@ class LinearProgram:
     value: NDArray[np.float64]
     limit: NDArray[np.float64]
 
-    def by_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Begin of every row, and the columns and values of all rows, columns ascending."""
-        order = np.lexsort((self.column, self.row))
-        counts = np.bincount(self.row, minlength=len(self.limit))
-        begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return begin, self.column[order], self.value[order]
-
 
 # The optimum's values per column, or the solver's own reason for stopping before it.
 Solution = NDArray[np.float64] | str
@@ -116,7 +109,16 @@ class Highs(LinearSolver):
         if solver.run() == highspy.HighsStatus.kError:
             solver.setOptionValue("threads", 0)
             solver.setOptionValue("parallel", "off")
-        solver.passModel(_highs_model(program))
+        n, least = len(program.cost), np.full(len(program.limit), -np.inf)
+        order = np.lexsort((program.column, program.row))  # by rows, columns ascending
+        begin = np.searchsorted(program.row[order], np.arange(len(least) + 1))
+        solver.passModel(
+            *(n, len(least), len(order)),
+            *(int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize), 0.0),
+            *(program.cost, np.zeros(n), program.upper, least, program.limit),
+            *(begin.astype(np.int32), program.column[order].astype(np.int32)),
+            *(program.value[order], np.zeros(n, np.int32)),
+        )
         if start is not None:
             solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
             solution = highspy.HighsSolution()
@@ -147,24 +149,6 @@ class _SilentHighs(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
-    begin, columns, values = program.by_rows()
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(program.cost), len(program.limit)
-    lp.col_cost_ = program.cost
-    lp.col_lower_ = np.zeros(lp.num_col_)
-    lp.col_upper_ = program.upper
-    lp.row_lower_ = np.full(lp.num_row_, -highspy.kHighsInf)
-    lp.row_upper_ = program.limit
-    matrix = lp.a_matrix_
-    matrix.format_ = highspy.MatrixFormat.kRowwise
-    matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
-    matrix.start_ = begin.astype(np.int32)
-    matrix.index_ = columns.astype(np.int32)
-    matrix.value_ = values
-    return lp
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Cvxopt(LinearSolver):
@@ -181,12 +165,9 @@ class Cvxopt(LinearSolver):
         # A, then -z <= 0, then z <= upper.
         rows = [program.row, first[1] + columns, first[2] + np.arange(int(bounded.sum()))]
         values = [program.value, -np.ones(len(columns)), np.ones(int(bounded.sum()))]
-        left = cvxopt.spmatrix(
-            np.concatenate(values).tolist(),
-            np.concatenate(rows).tolist(),
-            np.concatenate([program.column, columns, columns[bounded]]).tolist(),
-            (int(first[3]), len(columns)),
-        )
+        where = [program.column, columns, columns[bounded]]
+        entries = (np.concatenate(part).tolist() for part in (values, rows, where))
+        left = cvxopt.spmatrix(*entries, (int(first[3]), len(columns)))
         right = np.concatenate([program.limit, np.zeros(len(columns)), program.upper[bounded]])
         options = {
             "show_progress": False,
@@ -225,31 +206,17 @@ class Mosek(LinearSolver):
 
 
 def _mosek_task(mosek: Any, env: Any, program: LinearProgram) -> Any:
-    begin, columns, values = program.by_rows()
-    task = env.Task(0, 0)
+    n, m, bounded = len(program.cost), len(program.limit), np.isfinite(program.upper)
+    task = env.Task(m, n)
     task.putintparam(mosek.iparam.num_threads, 1)
-    task.appendvars(len(program.cost))
-    task.appendcons(len(program.limit))
+    task.appendvars(n)
+    task.appendcons(m)
     task.putobjsense(mosek.objsense.minimize)
-    task.putclist(np.arange(len(program.cost), dtype=np.int32), program.cost)
-    bounded = np.isfinite(program.upper)
-    task.putvarboundslice(
-        0,
-        len(program.cost),
-        [mosek.boundkey.ra if limited else mosek.boundkey.lo for limited in bounded],
-        np.zeros(len(program.cost)),
-        np.where(bounded, program.upper, 0.0),
-    )
-    task.putconboundslice(
-        0,
-        len(program.limit),
-        [mosek.boundkey.up] * len(program.limit),
-        np.zeros(len(program.limit)),
-        program.limit,
-    )
-    task.putarowslice(
-        0, len(program.limit), begin[:-1], begin[1:], columns.astype(np.int32), values
-    )
+    task.putcslice(0, n, program.cost)
+    keys = [mosek.boundkey.ra if limited else mosek.boundkey.lo for limited in bounded]
+    task.putvarboundslice(0, n, keys, np.zeros(n), np.where(bounded, program.upper, 0.0))
+    task.putconboundslice(0, m, [mosek.boundkey.up] * m, np.zeros(m), program.limit)
+    task.putaijlist(program.row.astype(np.int32), program.column.astype(np.int32), program.value)
     return task
 
 

@@ -1,17 +1,12 @@
 """Local search over placements, from several starts (`docs/solver.md`).
 
 Simulated annealing (Kirkpatrick, Gelatt, Vecchi, Science 220, 1983) of a device for every group and
-an order of all ops (`csrc/search/local_search.cc`). Starts are placements from other placers; list
-schedules that place whole clusters (`csrc/coarsening/clusters.cc`); partitions that balance work
-and transfers, for several weights of transfers and several time windows
-(`csrc/search/partition_search.cc`); and, when thorough, placements grown along time, whose
-beginning is annealed before more ops are added (`csrc/search/growth.cc`). All get a little of the
-budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin, Koren,
-Somekh, ICML 2013).
-
-Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
-the searches of one stage run in separate threads. An evaluation costs O((ops + tensors) log
-tensors) at most, and usually a fraction.
+an order of all ops (`csrc/search/local_search.cc`), from other placers' placements, list schedules
+of clusters (`csrc/coarsening/clusters.cc`), partitions (`csrc/search/partition_search.cc`) and,
+when thorough, placements grown along time (`csrc/search/growth.cc`). The budget is shared by
+successive halving (Karnin, Koren, Somekh, ICML 2013), and counted in evaluated ops; the searches of
+one stage run in separate threads. An evaluation costs O((ops + tensors) log tensors) at most, and
+usually a fraction.
 """
 
 import os
@@ -266,16 +261,11 @@ class _Space:
             each = int(evaluations * part)
             stretches = [devices * ops for ops in _STRETCHES[:number] if devices > 1]
             worth = [ops for ops in stretches if ops < n and each * ops > _WORTH * n * n]
-            seeds = range(0, 1000 * len(worth), 1000)
-            found = list(
-                self._threads.map(
-                    lambda ops, seed, each=each: _core.grown(
-                        self._core, self._clusters, ops, each, seed, self._halt
-                    ),
-                    worth,
-                    seeds,
-                )
-            )
+            calls = [
+                (self._core, self._clusters, ops, each, 1000 * at, self._halt)
+                for at, ops in enumerate(worth)
+            ]
+            found = list(self._threads.map(lambda call: _core.grown(*call), calls))
             spent += sum(cost for _, _, cost in found)
             rows = [(devices, order) for devices, order, _ in found if len(devices)]
             states = self.ranked([*states, *self.evaluated(rows)])

@@ -5,11 +5,9 @@ clock, in index order and in list order. The searches, in order of cost (`arrang
 
 1. everything on one device; m-TOPO with and without its cap; m-ETF;
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, packed contiguously
-   in topological order or by best fit decreasing, with the smallest common fill level of the
-   devices at which everything fits, and with higher ones;
-3. backtracking over devices with the exact clock (`backtracked`, `docs/solver.md`), exhaustive on
-   small problems. Without an order it packs persistent bytes alone: if that is impossible, nothing
-   fits in any order (`is_unpackable`).
+   or by best fit decreasing, at the smallest common fill level that suffices and at higher ones;
+3. backtracking over devices with the exact clock (`backtracked`; `docs/solver.md`, "Infeasible
+   problems").
 """
 
 from collections import Counter
@@ -80,7 +78,7 @@ def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placemen
     singles = [
         SingleDevice(device)
         for device in problem.free_devices
-        if held <= problem.pool_memory[problem.device_pool[device]]
+        if held <= problem.device_memory[device]
     ]
     greedy = (*singles, MTopo(), MTopo(capped=False), METF())
     found = False
@@ -191,19 +189,15 @@ def is_hopeless(problem: Problem) -> bool:
     arrays = problem.arrays
     if not arrays.groups:
         return False
-    memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
     usable = problem.allowed.any(axis=1)
     pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
     # If fewer devices than pools may be used, at most that many pools count.
-    room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
+    room = sorted(problem.pool_memory[pool] for pool in pools)[-problem.most_devices :]
     held = int(arrays.group_persistent.sum())
     if held > sum(room) or _too_many(problem, room):
         return True
-    running = np.where(problem.durations.min(axis=0) > 0, arrays.running_bytes(), 0)
-    most = np.zeros(arrays.groups, np.int64)
-    np.maximum.at(most, arrays.op_group, running)
-    largest = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
-    if (arrays.group_persistent + most > largest).any():
+    least = arrays.least_bytes(problem.durations.min(axis=0) > 0)
+    if (least > problem.largest_memory).any():
         return True
     return held > _TIGHT * sum(room) and is_unpackable(problem)
 

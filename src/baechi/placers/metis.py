@@ -5,7 +5,7 @@ edge joins the producer of a tensor with each reader, weighted by the mean trans
 number of readers (`_Net`). The graph is cut into k parts, from the fewest devices that hold it up
 to all of them, balanced by bytes, by time, or by both, within several tolerances (`_partitions`).
 If a device cannot hold its part, groups move away (`_Repair`). The exact clock evaluates all of
-them in index order, and the best also by earliest start and by rank (`shortest_assignment`).
+them (`shortest_assignment`).
 
 Source: Karypis and Kumar, "Multilevel k-way partitioning scheme for irregular graphs" (JPDC 48(1),
 1998), by its authors' library. Complexity: some tens of partitions, each O(tensors), and as many
@@ -88,7 +88,7 @@ class _Net:
         arrays, costs = problem.arrays, np.array(_core.mean_transfers(problem.core), np.int64)
         groups = max(1, arrays.groups)
         homes = arrays.op_group[arrays.producer].astype(np.int64)
-        tensors = np.repeat(np.arange(arrays.tensors), np.diff(arrays.consumer_begin))
+        tensors = arrays.per_consumer(np.arange(arrays.tensors))
         readers = arrays.op_group[arrays.consumers]
         away = readers != homes[tensors]
         # Each pair of a tensor and another group that reads it, once.
@@ -115,7 +115,7 @@ def _partitions(
         np.searchsorted(net.src, np.arange(groups + 1)).tolist(), net.dst.tolist()
     )
     eweights = _scaled([net.weight], 1).tolist()
-    for devices, (shares, weights) in _tasks(problem, net):
+    for devices, shares, weights in _tasks(problem, net):
         if len(devices) == 1:
             yield np.zeros(groups, np.int64), devices
             continue
@@ -131,18 +131,12 @@ def _partitions(
             yield np.array(partition.vertex_part, np.int64), devices
 
 
-# Of a partition the share of every part, `None` where they are equal, and the weights to balance.
-_Balance = tuple[list[float] | None, list[NDArray[np.int64]]]
-
-
-def _tasks(problem: Problem, net: _Net) -> Iterator[tuple[tuple[int, ...], _Balance]]:
-    """The devices to use, and what to balance over them."""
+def _tasks(
+    problem: Problem, net: _Net
+) -> Iterator[tuple[tuple[int, ...], list[float] | None, list[NDArray[np.int64]]]]:
+    """The devices to use, their shares, `None` if equal, and the weights to balance over them."""
     held = net.loads.sum(axis=0)
-    memory = [
-        problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
-    ]
-    totals = [max(1, sum(row.tolist())) for row in problem.durations]
-    times = [totals[row] for row in problem.device_class]
+    memory, times = problem.device_share, [max(1, work) for work in problem.device_work]
     ample = not held.any()
     ranked = sorted(
         range(len(memory)),
@@ -158,12 +152,12 @@ def _tasks(problem: Problem, net: _Net) -> Iterator[tuple[tuple[int, ...], _Bala
         equal = len(set(sizes)) == len(set(speeds)) == 1
         by_bytes = None if equal else [size / sum(sizes) for size in sizes]
         by_time = None if equal else [speed / sum(speeds) for speed in speeds]
-        yield devices, (by_time, [net.times])
+        yield devices, by_time, [net.times]
         if not ample:
-            yield devices, (by_bytes, [held])
+            yield devices, by_bytes, [held]
             # pymetis takes one share per part, so two weights only where shares are equal.
             if equal:
-                yield devices, (None, [held, net.times])
+                yield devices, None, [held, net.times]
 
 
 def _scaled(weights: list[NDArray[np.int64]], parts: int) -> NDArray[np.int64]:

@@ -89,8 +89,7 @@ def placed_in(
 def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Placement | None:
     """The placement of the ops on these devices in index order; `None` if it does not fit.
 
-    Raises:
-        InputError: As `simulate`.
+    Errors are those of `simulate`.
     """
     timeline = replay(problem, devices, range(problem.arrays.ops))
     return placement_of(problem, timeline, placer) if fits_memory(problem, timeline) else None
@@ -151,11 +150,9 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
     position[list(order)] = np.arange(n)
     arrays = problem.arrays
     group, nbytes, owner = arrays.op_group, arrays.nbytes, arrays.producer
-    born = position[owner]
-    readers = np.diff(arrays.consumer_begin)
-    last = born.copy()
-    np.maximum.at(last, np.repeat(np.arange(len(owner)), readers), position[arrays.consumers])
-    dies = np.where((arrays.kept > 0) | (readers == 0), n - 1, last)
+    born, last = arrays.extents(position)
+    stays = (arrays.kept > 0) | (np.diff(arrays.consumer_begin) == 0)
+    dies = np.where(stays, n - 1, last)
     workspace = arrays.workspace[list(order)]
     change = np.zeros(n + 1, np.int64)
     np.add.at(change, born, nbytes)
@@ -216,7 +213,7 @@ def in_both_orders(problem: Problem, assignment: Sequence[int], placer: str) -> 
 
     Nothing where it uses too many devices.
     """
-    if len(set(assignment)) > _most_devices(problem):
+    if len(set(assignment)) > problem.most_devices:
         return
     devices = op_devices(problem, assignment)
     placement = placed_in(problem, devices, range(len(devices)), placer)
@@ -235,19 +232,15 @@ def _reserved(problem: Problem, devices: NDArray[np.int32]) -> _core.Timeline:
     return timeline
 
 
-def _most_devices(problem: Problem) -> int:
-    return problem.max_devices or len(problem.device_pool)
-
-
 def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
     """True if every op may be on its device, and the number of devices is within the limit."""
     there = problem.allowed[devices, problem.arrays.op_group]
-    return bool(there.all()) and len(set(devices.tolist())) <= _most_devices(problem)
+    return bool(there.all()) and len(set(devices.tolist())) <= problem.most_devices
 
 
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
     """The fewest first devices, of these bytes, that hold `need`, and the most devices to try."""
-    most = min(_most_devices(problem), len(memory))
+    most = min(problem.most_devices, len(memory))
     fewest = min(most, 1 + bisect_left(list(accumulate(memory[:most])), need))
     return fewest, min(most, max(_DEVICES, 2 * fewest))
 

@@ -16,16 +16,14 @@ Of the allowed pairs, the one with the smallest (earliest start, op, device) is 
 favorites this is m-ETF.
 
 `docs/favorites.md` has the solvers, how shares that w does not need are removed, and the rounding.
-Differences from the paper, besides those of `placers/etf.py`: edges inside one group cost nothing
-and get no favorites; HiGHS instead of MOSEK; no unneeded favorites; the threshold is 1/2 with
-repair, instead of 0.1 without; c is the mean over the links. Complexity: a linear program of ops +
-edges rows and columns, of which first-order takes some hundred passes over the edges; then as
-m-ETF.
+Differences from the paper, besides those of `placers/etf.py`: edges inside one group get no
+favorites; first-order instead of MOSEK; no unneeded favorites; the threshold is 1/2 with repair,
+instead of 0.1 without; c is the mean over the links. Complexity: the program, then as m-ETF.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +109,7 @@ def rho(problem: Problem) -> float:
     links = set(links_between(problem))
     if not sent.any() or not links:
         return 0.0
-    largest = float(np.repeat(arrays.nbytes, np.diff(arrays.consumer_begin))[sent].max())
+    largest = float(arrays.per_consumer(arrays.nbytes)[sent].max())
     longest_ns = max(
         link.latency_ns + link.overhead_ns + largest * 1e9 / link.bytes_per_s for link in links
     )
@@ -121,9 +119,7 @@ def rho(problem: Problem) -> float:
     return longest_ns / float(times[times > 0].min())
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Favorites:
+class Favorites(NamedTuple):
     """The favorite child of every op, or -1, with figures of the relaxation.
 
     `objective_ns` is w of the relaxed choice before rounding, `bound_ns` a lower bound on it, and
@@ -136,9 +132,7 @@ class Favorites:
     method: str
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Relaxed:
+class Relaxed(NamedTuple):
     """A solution of the program: 1 - x of every edge, feasible, and a bound on w."""
 
     shares: NDArray[np.float64]
@@ -146,15 +140,9 @@ class Relaxed:
 
 
 def favorite_children(
-    problem: Problem,
-    solver: str | LinearSolver = "first-order",
-    tolerance: float = 0.005,
+    problem: Problem, solver: str | LinearSolver = "first-order", tolerance: float = 0.005
 ) -> Favorites:
-    """The favorite child of every op; the arguments are those of `MSCT`.
-
-    Raises:
-        InputError: The solver is not installed or has no licence.
-    """
+    """The favorite child of every op; arguments and errors are those of `MSCT`."""
     program = favorite_program(problem)
     if not program.free.any():
         shares = np.zeros(len(program.src))

@@ -119,8 +119,9 @@ def favorite_program(problem: Problem) -> FavoriteProgram:
     sent_ns = empty_ns + ns_per_byte * arrays.nbytes.astype(np.float64)
     producers, consumers = arrays.edges()
     pairs, pair_of = np.unique(producers.astype(np.int64) * n + consumers, return_inverse=True)
-    each_ns = np.repeat(sent_ns, np.diff(arrays.consumer_begin))
-    cost = np.bincount(pair_of, each_ns, minlength=len(pairs)).astype(np.float64)
+    cost = np.bincount(pair_of, arrays.per_consumer(sent_ns), minlength=len(pairs)).astype(
+        np.float64
+    )
     src, dst = pairs // max(1, n), pairs % max(1, n)
     cost[arrays.op_group[src] == arrays.op_group[dst]] = 0.0
     times = problem.durations[problem.device_class].mean(axis=0)

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
@@ -189,32 +189,32 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
         f"device{which} has room then ({', '.join(room)})."
     )
-    if extra is None:
+    nbytes, device = (0, None) if extra is None else extra
+    where = "" if device is None else "every device" if device == EVERY else names[device]
+    more = f"{format_bytes(nbytes)} more to {where}"
+    if device is None:
         shortage = (
             f"no placement was found for {problem.group_name(op)}, and more memory would not help: "
             "what the constraints leave is not linked as the graph needs it, or it takes more "
             "devices than may be used. Relax them, or add a link."
         )
-        nbytes, where = 0, ""
-    elif extra[1] == EVERY:
-        nbytes, where = extra[0], "every device"
+    elif device == EVERY:
         shortage += (
-            f" Under these constraints no single device can help: give {format_bytes(nbytes)} more "
-            "to every device, relax the constraints, or shrink the batch."
+            f" Under these constraints no single device can help: give {more}, relax the "
+            "constraints, or shrink the batch."
         )
     else:
-        nbytes, where = extra[0], names[extra[1]]
-        shortage += (
-            f" Give {format_bytes(nbytes)} more to {where}, add a device, or shrink the batch."
-        )
-    raise InfeasibleError(
-        shortage,
-        problem.graph.ops[op].group or problem.graph.ops[op].name,
-        needed,
-        tuple(zip(names, left, strict=True)),
-        nbytes,
-        where,
-    )
+        shortage += f" Give {more}, add a device, or shrink the batch."
+    raise _infeasible(problem, shortage, op, needed, left, nbytes, where)
+
+
+def _infeasible(
+    problem: Problem, text: str, op: int, needed: int, left: Sequence[int], nbytes: int, where: str
+) -> InfeasibleError:
+    names = [device.name for device in problem.cluster.devices]
+    subject = problem.graph.ops[op].group or problem.graph.ops[op].name
+    rows = tuple(zip(names, left, strict=True))
+    return InfeasibleError(text, subject, needed, rows, nbytes, where)
 
 
 def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
@@ -225,9 +225,8 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
     """
     timeline = problem.timeline()
     arrays, left = problem.arrays, problem.pool_memory
-    needs = (arrays.running_bytes() + arrays.group_persistent[arrays.op_group]).tolist()
-    memory = np.array(left, np.int64)[np.array(problem.device_pool)]
-    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[arrays.op_group]
+    needs = (arrays.running_bytes + arrays.group_persistent[arrays.op_group]).tolist()
+    most = problem.largest_memory[arrays.op_group]
     candidates = np.flatnonzero(needs > most).tolist()
     if not candidates:
         timeline.list_schedule(np.empty(0, np.int32))
@@ -237,7 +236,11 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
         left = tuple(max(0, nbytes) for nbytes in timeline.left())
     op = max(candidates, key=lambda op: needs[op])
     home = timeline.group_device(op)
-    may = [home] if home >= 0 else [d for d in range(len(memory)) if timeline.allows(op, d)]
+    may = (
+        [home]
+        if home >= 0
+        else [d for d in range(len(problem.device_pool)) if timeline.allows(op, d)]
+    )
     return op, needs[op], tuple(left[pool] for pool in problem.device_pool), may
 
 
@@ -356,37 +359,21 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
     loads = problem.group_bytes
     group = max(there, key=lambda group: (loads[group], -group))
     op = problem.group_ops[group][0]
-    left = tuple((row.name, row.memory_bytes) for row in problem.cluster.devices)
-    raise InfeasibleError(
+    left = [row.memory_bytes for row in problem.cluster.devices]
+    text = (
         f"the placement of {placer.name!r} does not fit: {name} would need "
-        f"{format_bytes(missing)} more than its {format_bytes(dict(left)[name])}, and the largest "
+        f"{format_bytes(missing)} more than its {format_bytes(left[-device])}, and the largest "
         f"there is {problem.group_name(op)} ({format_bytes(loads[group])}). Give it more, shrink "
-        "the batch, or let a placer that looks at memory decide, such as 'auto'.",
-        problem.graph.ops[op].group or problem.graph.ops[op].name,
-        loads[group],
-        left,
-        missing,
-        name,
+        "the batch, or let a placer that looks at memory decide, such as 'auto'."
     )
+    raise _infeasible(problem, text, op, loads[group], left, missing, name)
 
 
-PLACERS: Final[dict[str, Placer]] = {
-    placer.name: placer
-    for placer in (
-        Auto(),
-        MTopo(),
-        METF(),
-        MSCT(),
-        HEFT(),
-        PEFT(),
-        Contiguous(),
-        Metis(),
-        LocalSearch(),
-        SingleDevice(),
-        RoundRobin(),
-        RandomPlacer(),
-    )
-}
+_KINDS: Final[tuple[type[Placer], ...]] = (
+    *(Auto, MTopo, METF, MSCT, HEFT, PEFT, Contiguous, Metis, LocalSearch),
+    *(SingleDevice, RoundRobin, RandomPlacer),
+)
+PLACERS: Final[dict[str, Placer]] = {kind.name: kind() for kind in _KINDS}
 
 
 def placer_of(placer: str | Placer) -> Placer:

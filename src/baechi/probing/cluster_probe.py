@@ -108,17 +108,18 @@ def _links(
         return _handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
 
     fits: dict[tuple[str, str], LinkFit] = {}
-    table: list[list[Link | None]] = [[None] * len(places) for _ in places]
-    for i, src in enumerate(places):
-        for j, dst in enumerate(places):
-            if i == j:
-                continue
-            link = measured(src, dst)
-            if isinstance(link, LinkFit):
-                fits[names[i], names[j]] = link
-                link = link.link
-            table[i][j] = link
-    return tuple(map(tuple, table)), fits
+
+    def link(i: int, j: int) -> Link | None:
+        if i == j:
+            return None
+        found = measured(places[i], places[j])
+        if isinstance(found, Link):
+            return found
+        fits[names[i], names[j]] = found
+        return found.link
+
+    all_places = range(len(places))
+    return tuple(tuple(link(i, j) for j in all_places) for i in all_places), fits
 
 
 @cache
@@ -181,8 +182,8 @@ def _free_bytes(place: torch.device, sharing: int) -> int:
 def _free_gpu_bytes(gpu: torch.device) -> int:
     """Bytes that are free on a GPU beside CUDA's context and libraries.
 
-    They take some hundred megabytes when they are first used, and keep them: so they are used
-    first. What torch's allocator holds without using it is free for this process.
+    These take some hundred megabytes when they are first used, so they are used first. What
+    torch's allocator holds without using it is free for this process.
     """
     matrix = torch.zeros(64, 64, device=gpu)
     image = torch.zeros(1, 8, 16, 16, device=gpu)

@@ -13,11 +13,8 @@ Between two logical CPU devices a link is what one more cut adds to a step:
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of small operators runs on two workers of the runtime itself, forward and backward. Of the
-extra time per extra hand-over the processor time is the link's overhead, which no other work hides;
-the rest, the wait for a thread to wake, is its latency. No bytes are copied.
-
-Between streams of one GPU it is the wait for a kernel of the other stream.
+docs/prediction.md, "Links", has how that is measured. Between streams of one GPU a link is the wait
+for a kernel of the other stream.
 """
 
 import time
@@ -71,8 +68,6 @@ class LinkFit:
     """A link, and how well it predicts the times that it was fitted to.
 
     Attributes:
-        link: Latency and rate.
-        sizes: Bytes of the messages.
         worst_error: The largest |predicted - measured| / measured.
         worst_bytes: The size of the message with this error.
     """

@@ -1,20 +1,14 @@
 """Lower bounds on the makespan of every valid schedule; with proofs in `docs/bounds.md`.
 
-Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds:
-
-- path: an op's earliest start at its best site, its time there, and the shortest time from its end
-  to the end of the step (`csrc/bounds/bounds.cc`); also the longest group.
-- work: no device is busier than the makespan, in all and between two times (Fernandez and Bussell,
-  "Bounds on the number of processors and time for multiprocessor optimal schedules", IEEE TC 1973).
-- guess: a makespan is assumed, ops that it leaves no time to separate are joined, and if either of
-  the above bounds then exceeds it, it is refuted (destructive improvement: Klein and Scholl, EJOR
-  1999).
+Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds are the longest
+path; the work, in all and between two times (Fernandez and Bussell, IEEE TC 1973); and a guess that
+both refute (destructive improvement: Klein and Scholl, EJOR 1999): `csrc/bounds/bounds.cc`.
 
 Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * sites)) for each guess;
 `_effort` keeps it near-linear.
 """
 
-from collections.abc import Iterable
+from itertools import permutations, product
 from typing import Final, final
 
 import numpy as np
@@ -85,23 +79,7 @@ _Look = tuple[int, int, bytes]
 
 def _look(problem: Problem, device: int) -> _Look:
     allowed = b"" if problem.constraints is None else problem.allowed[device].tobytes()
-    memory = problem.pool_memory[problem.device_pool[device]]
-    return int(problem.device_class[device]), memory, allowed
-
-
-def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_]]:
-    """Per device and group, whether the group could be there if it were alone."""
-    running = problem.arrays.running_bytes()
-    persistent, groups = problem.arrays.group_persistent, problem.arrays.op_group
-    rows = []
-    for device in devices:
-        # An op that takes no time holds no memory while it runs: its intervals may be empty.
-        takes_time = problem.durations[problem.device_class[device]] > 0
-        most = np.zeros_like(persistent)
-        np.maximum.at(most, groups, np.where(takes_time, running, 0))
-        memory = problem.pool_memory[problem.device_pool[device]]
-        rows.append((persistent + most <= memory) & problem.allowed[device])
-    return rows
+    return int(problem.device_class[device]), problem.device_memory[device], allowed
 
 
 @final
@@ -124,14 +102,21 @@ class _Sites:
         self.allowed = np.ones(shape, np.bool_)
         self.memory = np.full(len(self.members), LIMIT, np.int64)
         if limited:
-            # One device represents all that look the same.
+            # Of those that look the same the last device, which the dictionary keeps.
             devices = {look: device for device, look in enumerate(looks)}
-            rows = dict(zip(devices, _possible(problem, devices.values()), strict=True))
+            rows = {look: self._possible(device) for look, device in devices.items()}
             for site, row in enumerate(self.members):
                 kinds = {looks[device] for device in row}
                 self.allowed[site] = np.any([rows[look] for look in kinds], axis=0)
                 self.memory[site] = max(memory for _, memory, *_ in kinds)
         self.latency, self.rate = _between(self.members, latency, rate)
+
+    def _possible(self, device: int) -> NDArray[np.bool_]:
+        """True for the groups that could be on the device if they were alone."""
+        problem = self.problem
+        takes_time = problem.durations[problem.device_class[device]] > 0
+        fits = problem.arrays.least_bytes(takes_time) <= problem.device_memory[device]
+        return np.asarray(fits & problem.allowed[device])
 
     def weight_sum(self, weights: NDArray[np.int64]) -> int:
         """The largest sum of weights over as many devices as a schedule may use."""
@@ -149,30 +134,22 @@ def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     latency = np.where(rate > 0, latency, _FOREVER)
     best_latency, best_rate = latency.copy(), rate.copy()
     for pool in problem.pool_devices:
-        if len(pool) == 1:
-            continue
-        outside = np.setdiff1d(np.arange(n), pool)
-        for over in pool:
-            for to in pool:
-                if over == to:
-                    continue
-                # Inside a pool only the latency counts.
-                best_rate[over, to] = 0
-                if latency[over, to] == _FOREVER:
-                    continue
-                first = latency[outside, over]
-                there = first < _FOREVER
-                detour = np.where(there, np.where(there, first, 0) + latency[over, to], _FOREVER)
-                best_latency[outside, to] = np.minimum(best_latency[outside, to], detour)
-                best_rate[outside, to] = np.maximum(best_rate[outside, to], rate[outside, over])
+        for over, to in permutations(pool, 2):
+            # Inside a pool only the latency counts.
+            best_rate[over, to] = 0
+            if latency[over, to] == _FOREVER:
+                continue
+            outside = np.setdiff1d(np.arange(n), pool)
+            first = latency[outside, over]
+            there = first < _FOREVER
+            detour = np.where(there, np.where(there, first, 0) + latency[over, to], _FOREVER)
+            best_latency[outside, to] = np.minimum(best_latency[outside, to], detour)
+            best_rate[outside, to] = np.maximum(best_rate[outside, to], rate[outside, over])
     return best_latency, best_rate
 
 
 def _members(
-    problem: Problem,
-    looks: list[_Look],
-    latency: NDArray[np.int64],
-    rate: NDArray[np.int64],
+    problem: Problem, looks: list[_Look], latency: NDArray[np.int64], rate: NDArray[np.int64]
 ) -> list[list[int]]:
     """The devices of every site: the fewest sites that are exact, or fewer if too many."""
     others = ~np.eye(len(looks), dtype=bool)
@@ -196,15 +173,14 @@ def _between(
     """The smallest latency and the highest rate between devices of any two sites."""
     n = len(members)
     latencies, rates = np.full((n, n), _FOREVER), np.zeros((n, n), np.int64)
-    for a, sources in enumerate(members):
-        for b, targets in enumerate(members):
-            pairs = np.ix_(sources, targets)
-            apart = np.array(sources)[:, None] != np.array(targets)[None, :]
-            present = apart & (latency[pairs] < _FOREVER)
-            if present.any():
-                latencies[a, b] = latency[pairs][present].min()
-                rows = rate[pairs][present]
-                rates[a, b] = rows.max() if rows.min() > 0 else 0
+    paths = (latency < _FOREVER) & ~np.eye(len(latency), dtype=bool)
+    for a, b in product(range(n), repeat=2):
+        pairs = np.ix_(members[a], members[b])
+        present = paths[pairs]
+        if present.any():
+            latencies[a, b] = latency[pairs][present].min()
+            rows = rate[pairs][present]
+            rates[a, b] = rows.max() if rows.min() > 0 else 0
     return latencies, rates
 
 

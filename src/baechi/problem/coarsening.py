@@ -171,8 +171,6 @@ def coarsen(problem: Problem) -> Coarse:
     """
     arrays = problem.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
-    pools = np.array(problem.device_pool)[problem.allowed.any(axis=1)]
-    largest = max((problem.pool_memory[pool] for pool in pools.tolist()), default=0)
-    limit = largest // _GROUPS_PER_DEVICE
+    limit = int(problem.largest_memory.max(initial=0)) // _GROUPS_PER_DEVICE
     parts = _core.coarsen(problem.core, idle.astype(np.uint8), problem.group_colors, limit)
     return Coarse(problem, *parts)

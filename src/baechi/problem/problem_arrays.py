@@ -130,10 +130,21 @@ class Problem:
         limit = None if self.constraints is None else self.constraints.max_devices
         return limit if limit is not None and limit < len(self.cluster.devices) else None
 
+    @property
+    def most_devices(self) -> int:
+        """Maximum number of devices in use."""
+        return self.max_devices or len(self.cluster.devices)
+
     @cached_property
     def free_devices(self) -> tuple[int, ...]:
         """The devices that may take every group."""
         return tuple(np.flatnonzero(self.allowed.all(axis=1)).tolist())
+
+    @cached_property
+    def largest_memory(self) -> NDArray[np.int64]:
+        """The largest memory of the devices that may take a group, per group."""
+        memory = np.array(self.device_memory, np.int64)
+        return np.asarray(np.where(self.allowed, memory[:, None], -1).max(axis=0))
 
     @cached_property
     def group_colors(self) -> NDArray[np.int32]:
@@ -221,9 +232,7 @@ class Problem:
 
         One number each where all pairs of devices have equal links.
         """
-        rows = [
-            (0, 0) if link is None else (link.latency_ns, link.bytes_per_s) for link in self._links
-        ]
+        rows = [(link.latency_ns, link.bytes_per_s) if link else (0, 0) for link in self._links]
         latency, rate = np.array(rows, np.int64).T
         return latency.copy(), rate.copy()
 
@@ -236,15 +245,12 @@ class Problem:
     @cached_property
     def device_pool(self) -> tuple[int, ...]:
         """The memory pool of every device; one without a pool is alone in its own."""
-        memories = self.cluster.memories
-        number = {memory: pool for pool, memory in enumerate(dict.fromkeys(memories))}
-        return tuple(number[memory] for memory in memories)
+        return tuple(np.unique(self.cluster.memories, return_inverse=True)[1].tolist())
 
     @cached_property
     def pool_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every pool."""
-        pools = np.array(self.device_pool)
-        return tuple(tuple(np.flatnonzero(pools == p).tolist()) for p in range(pools.max() + 1))
+        return places(np.array(self.device_pool, np.int32))
 
     @cached_property
     def pool_memory(self) -> tuple[int, ...]:
@@ -252,6 +258,23 @@ class Problem:
         devices = self.cluster.devices
         rows = zip(self.pool_devices, self.pool_margin, strict=True)
         return tuple(max(0, devices[row[0]].memory_bytes - margin) for row, margin in rows)
+
+    @cached_property
+    def device_memory(self) -> tuple[int, ...]:
+        """The memory of every device, less its margin: all of its pool's."""
+        return tuple(self.pool_memory[pool] for pool in self.device_pool)
+
+    @cached_property
+    def device_share(self) -> tuple[int, ...]:
+        """The memory of every device, of which those of a pool have equal shares."""
+        rows = zip(self.device_memory, self.device_pool, strict=True)
+        return tuple(memory // len(self.pool_devices[pool]) for memory, pool in rows)
+
+    @cached_property
+    def device_work(self) -> tuple[int, ...]:
+        """The time of all ops on every device."""
+        totals = [sum(row.tolist()) for row in self.durations]
+        return tuple(totals[row] for row in self.device_class)
 
     @cached_property
     def pool_margin(self) -> tuple[int, ...]:
@@ -303,7 +326,7 @@ class Problem:
             overhead=self.overheads,
             ports=PORTS.index(self.cluster.ports),
             allowed=np.empty(0, np.uint8) if free else self.allowed.reshape(-1).view(np.uint8),
-            max_devices=self.max_devices or len(self.cluster.devices),
+            max_devices=self.most_devices,
         )
 
     def timeline(self, headroom: float = 0.0) -> _core.Timeline:
@@ -376,17 +399,11 @@ def allowed_devices(
             "excluded; leave it at least one."
         )
     limit = constraints.max_devices
-    targets = sorted({target for _, target in pinned.values()})
-    if limit is not None and len(targets) > limit:
-        raise InputError(
-            f"ops are pinned to {len(targets)} devices ({listed(targets)}), but max_devices is "
-            f"{limit}; raise it, or pin to fewer."
-        )
     alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
     if limit is not None and len(alone) > limit:
         raise InputError(
             f"there are ops that may go to {listed(alone)} alone, but max_devices is {limit}; "
-            "raise it, or forbid and exclude less."
+            "raise it, pin to fewer, or forbid and exclude less."
         )
     return allowed
 

@@ -126,10 +126,7 @@ class Timeline:
 
 
 def simulate(
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    constraints: Constraints | None = None,
+    graph: OpGraph, cluster: Cluster, placement: Placement, constraints: Constraints | None = None
 ) -> Schedule:
     """The schedule of a placement, exactly as a placer predicts it.
 
@@ -159,18 +156,13 @@ def overflows(
 
     Devices of a pool share their largest margin.
     """
+    rows = list(zip(cluster.devices, cluster.memories, schedule.peak_bytes, strict=True))
     margins: Counter[int] = Counter()
-    memory_of = cluster.memories
-    for memory, device in zip(memory_of, cluster.devices, strict=True):
+    for device, memory, _ in rows:
         margin = 0 if constraints is None else constraints.margins.get(device.name, 0)
         margins[memory] = max(margin, margins[memory])
-    rows = (
-        (device.name, peak - max(0, device.memory_bytes - margins[memory]))
-        for device, memory, peak in zip(
-            cluster.devices, memory_of, schedule.peak_bytes, strict=True
-        )
-    )
-    return tuple((name, missing) for name, missing in rows if missing > 0)
+    missing = ((d.name, peak - max(0, d.memory_bytes - margins[m])) for d, m, peak in rows)
+    return tuple((name, nbytes) for name, nbytes in missing if nbytes > 0)
 
 
 def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
@@ -194,11 +186,11 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
 def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
     """The schedule of a timeline in which every op is committed."""
     peaks = timeline.peaks()
-    return Schedule.with_late_bound(
+    return Schedule(
         spans=Rows(Span, timeline.span_columns()),
         transfers=Rows(Transfer, timeline.transfer_columns()),
         peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
-        bound=partial(lower_bound_ns, problem),
+        late_bound=partial(lower_bound_ns, problem),
     )
 
 

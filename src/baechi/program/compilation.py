@@ -9,7 +9,7 @@ Complexity: O((instructions + reads) * lanes), with a binary search per free.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -67,10 +67,9 @@ def compile_program(
             topological.
     """
     structure.check_placement(placement.devices, placement.order)
-    compiler = _Compiler(
+    return _Compiler(
         structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule
-    )
-    return compiler.program()
+    ).program()
 
 
 def instant_ops(graph: OpGraph) -> Set[int]:
@@ -177,14 +176,16 @@ class _Compiler:
         given, values = self._values(members, tape_of)
         kept = (tensor for tensor in sorted(values) if self.step.tensors[tensor].kept)
         keep = tuple(Place(tensor, self._home(tensor)) for tensor in kept)
-        segments = self._segments(number, events, runs, values)
+        shared = {} if number else self._shared_state()
+        segments: list[Segment] = []
         writer = _Writer(given, n_lanes, self.copy_lanes, self.one_thread)
-        numbered = enumerate(segments)
         for event in events:
             if isinstance(event, Place):
                 writer.copy(Copy(event.tensor, self._home(event.tensor), event.device))
             else:
-                writer.run(*next(numbered))
+                tapes_run = runs[len(segments)]
+                segments.append(self._segment(number, event, tapes_run, values, shared))
+                writer.run(len(segments) - 1, segments[-1])
         lanes, launch = writer.written(set(keep))
         return Phase(tuple(segments), lanes, launch, tuple(given), keep)
 
@@ -208,33 +209,29 @@ class _Compiler:
                 values.add(index)
         return list(given), values
 
-    def _segments(
+    def _segment(
         self,
         number: int,
-        events: Sequence[Event],
-        runs: Sequence[Sequence[int]],
+        piece: Piece,
+        tapes: Sequence[int],
         values: set[int],
-    ) -> list[Segment]:
-        shared = self._shared_state() if number == 0 else {}
-        segments = []
-        pieces = [event for event in events if isinstance(event, Piece)]
-        for piece, row in zip(pieces, runs, strict=True):
-            inside = set(piece.ops)
-            reads = {
-                tensor
-                for op in piece.ops
-                for tensor in self.step.op_inputs[op]
-                if tensor in values and self.step.tensors[tensor].producer not in inside
-            }
-            writes = {t for op in piece.ops for t in self.step.op_outputs[op] if t in values}
-            updates = {shared[op] for op in piece.ops if op in shared}
-            again = piece.ops[0] in self.step.units
-            ran = {op for at in piece.ops for op in self.step.units[at]} if again else inside
-            if (number == 0 or again) and ran & self.in_turn:
-                updates.add(len(self.step.groups))
-            read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
-            segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
-        return segments
+        shared: Mapping[int, int],
+    ) -> Segment:
+        inside = set(piece.ops)
+        reads = {
+            tensor
+            for op in piece.ops
+            for tensor in self.step.op_inputs[op]
+            if tensor in values and self.step.tensors[tensor].producer not in inside
+        }
+        writes = {t for op in piece.ops for t in self.step.op_outputs[op] if t in values}
+        updates = {shared[op] for op in piece.ops if op in shared}
+        again = piece.ops[0] in self.step.units
+        ran = {op for at in piece.ops for op in self.step.units[at]} if again else inside
+        if (number == 0 or again) and ran & self.in_turn:
+            updates.add(len(self.step.groups))
+        read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
+        return Segment(piece.device, tuple(tapes), read, written, updated, again)
 
     def _shared_state(self) -> dict[int, int]:
         """The group of every forward operator with others in it, with which it may share state."""

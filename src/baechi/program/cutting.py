@@ -52,10 +52,8 @@ class Clock:
         self._spans = {span.op: span for span in schedule.spans}
         self._sent = {(row.tensor, row.dst): row.start_ns for row in schedule.transfers}
         self._leaving: dict[int, list[int]] = {}
-        for row in schedule.transfers:
+        for row in sorted(schedule.transfers, key=lambda row: row.start_ns):
             self._leaving.setdefault(row.src, []).append(row.start_ns)
-        for starts in self._leaving.values():
-            starts.sort()
 
     def start_ns(self, event: Event) -> int:
         """Start of a piece or of an arrival's transfer; at once if there is no transfer."""

@@ -32,7 +32,7 @@ _Event: TypeAlias = tuple[int, int]  # an instruction: (lane, position)
 class _Touched:
     """Accesses to a place."""
 
-    written: _Event | None = None
+    written: tuple[_Event, ...] = ()  # the last write, if there was one
     since: list[_Event] = field(default_factory=list)  # reads after the last write
     freed: _Event | None = None
 
@@ -190,23 +190,21 @@ class _Checker:
             self._object(at, tensor, device, "reads it before anybody writes it")
         if touched.freed is not None:
             self._object(at, tensor, device, "reads it after a free", touched.freed)
-        if touched.written is not None and self._unordered(at[0], (touched.written,)):
-            self._object(at, tensor, device, "may read it before", touched.written)
+        if write := self._unordered(at[0], touched.written):
+            self._object(at, tensor, device, "may read it before", write)
         touched.since.append(at)
 
     def _write(self, at: _Event, tensor: int, device: int) -> None:
         if (tensor, device) in self._touched:
             self._object(at, tensor, device, "writes what was written, given or freed")
-        self._touched[tensor, device] = _Touched(at)
+        self._touched[tensor, device] = _Touched((at,))
 
     def _update(self, at: _Event, state: int) -> None:
         touched = self._touched.setdefault((state, _STATE), _Touched())
-        if touched.written is not None and self._unordered(at[0], (touched.written,)):
-            raise InputError(
-                f"{self._name(at)} updates state {state} while another may: "
-                f"{self._name(touched.written)}."
-            )
-        touched.written = at
+        if other := self._unordered(at[0], touched.written):
+            what = f"updates state {state} while another may: {self._name(other)}."
+            raise InputError(f"{self._name(at)} {what}")
+        touched.written = (at,)
 
     def _free(self, at: _Event, tensor: int, device: int) -> None:
         touched = self._touched.get((tensor, device))
@@ -214,9 +212,7 @@ class _Checker:
             self._object(at, tensor, device, "frees what nobody wrote")
         if touched.freed is not None:
             self._object(at, tensor, device, "frees it a second time", touched.freed)
-        written = () if touched.written is None else (touched.written,)
-        event = self._unordered(at[0], (*written, *touched.since))
-        if event is not None:
+        if event := self._unordered(at[0], (*touched.written, *touched.since)):
             self._object(at, tensor, device, "may free it before", event)
         touched.freed = at
 
@@ -255,10 +251,9 @@ class _Checker:
     def _object(
         self, at: _Event, tensor: int, device: int, what: str, other: _Event | None = None
     ) -> NoReturn:
-        where = f": {self._name(other)}" if other is not None else ""
-        place = f"tensor {tensor} on device {device}"
-        if device == _GRAPH:
-            place = f"the graph of tape {tensor}"
+        where = f": {self._name(other)}" if other else ""
+        graph, value = f"the graph of tape {tensor}", f"tensor {tensor} on device {device}"
+        place = graph if device == _GRAPH else value
         raise InputError(f"{self._name(at)}: {place}: {what}{where}.")
 
     def _name(self, at: _Event) -> str:

@@ -12,7 +12,6 @@ here an instruction takes one tick, in the program's launch order, whenever it r
 `docs/runtime.md` (Lifetimes) says why. Streams of one GPU read one storage, while the clock has a
 copy for each device. So if only the producer's autograd saved it, the producer is charged until the
 end of the step as well: over all devices of a GPU that is never less than the memory in use.
-Deterministic.
 
 Complexity: O(n log n) in ops, consumers and instructions.
 """
@@ -66,8 +65,9 @@ def scheduled(
     if program is None:
         program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
     launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
-    return Schedule.with_late_bound(
-        schedule.spans, schedule.transfers, launches.peaks(), lambda: schedule.lower_bound_ns
+    return Schedule(
+        *(schedule.spans, schedule.transfers, launches.peaks()),
+        late_bound=lambda: schedule.lower_bound_ns,
     )
 
 

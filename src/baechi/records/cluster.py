@@ -15,6 +15,7 @@ from baechi.validation import (
     check_name,
     check_positive,
     check_row,
+    settle,
 )
 
 PORTS: Final = ("duplex", "shared", "none")
@@ -80,8 +81,7 @@ class Link:
     overhead_ns: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("latency_ns", "overhead_ns"):
-            object.__setattr__(self, name, check_count(getattr(self, name), f"{name} of a link"))
+        settle(self, check_count, ("latency_ns", "overhead_ns"), "of a link")
         rate = self.bytes_per_s
         numeric = isinstance(rate, float) or hasattr(rate, "__index__")
         if not numeric or isinstance(rate, bool) or not 1 <= rate <= sys.float_info.max:
@@ -120,8 +120,8 @@ class Cluster:
         devices = _check_devices(self)
         links = tuple(check_row(row, "links of a device") for row in check_row(self.links, "links"))
         object.__setattr__(self, "links", links)
-        if len(links) != len(devices) or any(len(row) != len(devices) for row in links):
-            shape = [len(row) for row in links]
+        shape = [len(row) for row in links]
+        if shape != [len(devices)] * len(devices):
             raise InputError(
                 f"links has rows of {shape} entries for {len(devices)} devices; "
                 "give one row per source with one entry per destination."
@@ -271,14 +271,14 @@ class Topology:
         check_positive(nodes_per_switch, "nodes_per_switch")
         check_positive(devices_per_node, "devices_per_node")
         memory_bytes = parse_bytes(memory, what="memory")
-        devices, at_node, at_switch = [], [], []
-        for node in range(switches * nodes_per_switch):
-            for index in range(devices_per_node):
-                devices.append(Device(f"node{node}/{index}", memory_bytes, speed, kind))
-                at_node.append(f"node{node}")
-                at_switch.append(f"switch{node // nodes_per_switch}")
-        links = (node_link, switch_link, site_link)
-        return Topology(tuple(devices), tuple(at_node), tuple(at_switch), *links)
+        nodes = range(switches * nodes_per_switch)
+        places = [(node, index) for node in nodes for index in range(devices_per_node)]
+        return Topology(
+            tuple(Device(f"node{n}/{i}", memory_bytes, speed, kind) for n, i in places),
+            tuple(f"node{node}" for node, _ in places),
+            tuple(f"switch{node // nodes_per_switch}" for node, _ in places),
+            *(node_link, switch_link, site_link),
+        )
 
 
 def check_positive_float(value: object, what: str, hint: str = "") -> float:

@@ -1,12 +1,12 @@
 """Constraints on placements besides memory: allowed devices, their number, memory margins."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.validation import FrozenDict, check_count, check_name
+from baechi.validation import FrozenDict, check_name, check_positive
 
 
 @final
@@ -38,37 +38,22 @@ class Constraints:
     margins: Mapping[str, int] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
-        pins = {
-            check_name(name, "a pinned op"): check_name(device, f"the device of pin {name!r}")
-            for name, device in _mapping(self.pins, "pins").items()
-        }
-        forbidden = {
-            check_name(name, "an op with forbidden devices"): _names(
-                devices, f"forbidden[{name!r}]"
-            )
-            for name, devices in _mapping(self.forbidden, "forbidden").items()
-        }
-        margins = {
-            check_name(device, "a device with a margin"): parse_bytes(
-                size, what=f"margin of device {device!r}"
-            )
-            for device, size in _mapping(self.margins, "margins").items()
-        }
-        object.__setattr__(self, "pins", FrozenDict(pins))
-        object.__setattr__(self, "forbidden", FrozenDict(forbidden))
+        checks: tuple[tuple[str, str, Callable[[Any, str], Any], str], ...] = (
+            ("pins", "a pinned op", check_name, "the device of pin {!r}"),
+            ("forbidden", "an op with forbidden devices", _names, "forbidden[{!r}]"),
+            ("margins", "a device with a margin", parse_bytes, "margin of device {!r}"),
+        )
+        for attribute, key, check, entry in checks:
+            rows = getattr(self, attribute)
+            if not isinstance(rows, Mapping):
+                kind = type(rows).__name__
+                raise InputError(f"{attribute} is {rows!r}, a {kind}; give a mapping by name.")
+            known = {check_name(n, key): check(row, entry.format(n)) for n, row in rows.items()}
+            object.__setattr__(self, attribute, FrozenDict(known))
         object.__setattr__(self, "excluded", _names(self.excluded, "excluded"))
-        object.__setattr__(self, "margins", FrozenDict(margins))
         if self.max_devices is not None:
-            count = check_count(self.max_devices, "max_devices")
-            if count < 1:
-                raise InputError("max_devices is 0; a placement uses at least one device.")
+            count = check_positive(self.max_devices, "max_devices")
             object.__setattr__(self, "max_devices", count)
-
-
-def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{what} is {value!r}, a {type(value).__name__}; give a mapping by name.")
-    return value
 
 
 def _names(value: Any, what: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ refused: numbers must be verifiable. Nothing here needs torch or a device.
 """
 
 import difflib
+import itertools
 import math
 import os
 import re
@@ -29,6 +30,7 @@ from baechi.validation import (
     check_name,
     check_path,
     check_positive,
+    settle,
 )
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
@@ -83,9 +85,7 @@ class Efficiency:
         what = f"the efficiency of {self.op_class!r} in {self.dtype!r}"
         for name, choices in (("op_class", OP_CLASSES), ("dtype", (*DTYPES, ANY))):
             check_choice(getattr(self, name), choices, f"{name} of {what}")
-        for attribute in ("compute", "memory"):
-            share = check_positive_float(getattr(self, attribute), f"{attribute} of {what}")
-            object.__setattr__(self, attribute, share)
+        settle(self, check_positive_float, ("compute", "memory"), f"of {what}")
         check_name(self.source, f"source of {what}")
 
 
@@ -134,8 +134,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind of a calibration")
-        launch_ns = check_count(self.launch_ns, "launch_ns of a calibration")
-        object.__setattr__(self, "launch_ns", launch_ns)
+        settle(self, check_count, ("launch_ns",), "of a calibration")
         object.__setattr__(self, "efficiencies", tuple(self.efficiencies))
         object.__setattr__(self, "fits", tuple(self.fits))
 
@@ -182,16 +181,13 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         what = f"of device kind {check_name(self.name, 'name of a device kind')!r}"
-        for attribute in ("memory_bytes", "context_bytes", "launch_ns"):
-            count = check_count(getattr(self, attribute), f"{attribute} {what}")
-            object.__setattr__(self, attribute, count)
+        settle(self, check_count, ("memory_bytes", "context_bytes", "launch_ns"), what)
         if self.memory_bytes <= self.context_bytes:
             raise InputError(
                 f"memory {what} is {self.memory_bytes} bytes and its context takes "
                 f"{self.context_bytes} of them; nothing is left."
             )
-        rate = check_positive_float(self.bytes_per_s, f"bytes_per_s {what}")
-        object.__setattr__(self, "bytes_per_s", rate)
+        settle(self, check_positive_float, ("bytes_per_s",), what)
         if not isinstance(self.flops_per_s, Mapping) or "fp32" not in self.flops_per_s:
             raise InputError(f"flops_per_s {what} has no fp32 peak, which all other types fall to.")
         peaks = {}
@@ -231,10 +227,10 @@ class DeviceKind:
         Raises:
             InputError: The table has no row for the class.
         """
-        for wanted in (dtype, ANY):
-            for row in self.efficiencies:
-                if row.op_class == op_class and row.dtype == wanted:
-                    return row
+        first = reversed(self.efficiencies)  # of two rows for the same, the first counts
+        rows = {row.dtype: row for row in first if row.op_class == op_class}
+        if dtype in rows or ANY in rows:
+            return rows.get(dtype) or rows[ANY]
         raise InputError(
             f"device kind {self.name!r} has no efficiency for {op_class} in {dtype}; add an "
             f'[[efficiency]] row with op_class = "{op_class}" and dtype = "{ANY}".'
@@ -265,19 +261,16 @@ def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
         InputError: The file cannot be read, or a row is wrong; the text names the row.
     """
     kinds, efficiencies = _read(_TABLE)
-    tables = [efficiencies]
-    if file is not None:
-        more, own = _read(Path(check_path(file)))
-        kinds = {**more, **{name: row for name, row in kinds.items() if name not in more}}
-        tables = [own, efficiencies]
-        names = {row["name"] for row in kinds.values()}
-        for kind, share in own:
-            if kind is not None and kind not in names:
-                raise InputError(
-                    f"efficiency {share.op_class!r} in {os.fspath(file)} is for kind {kind!r}, "
-                    "which is in no table; write the name as its row has it."
-                )
-    return tuple(_kind(row, tables) for row in kinds.values())
+    more, own = ({}, []) if file is None else _read(Path(check_path(file)))
+    kinds = {**more, **{name: row for name, row in kinds.items() if name not in more}}
+    names = {row["name"] for row in kinds.values()}
+    for kind, share in own:
+        if kind is not None and kind not in names:
+            raise InputError(
+                f"efficiency {share.op_class!r} in {file} is for kind {kind!r}, which is in no "
+                "table; write the name as its row has it."
+            )
+    return tuple(_kind(row, (own, efficiencies)) for row in kinds.values())
 
 
 def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
@@ -370,13 +363,12 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[_Share]]) -> DeviceKind
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise InputError(f"aliases of device kind {name!r} are {aliases!r}; give a list of names.")
     chosen: dict[str, list[Efficiency]] = {}
-    for table in tables:
-        for owner in (name, None):
-            found: dict[str, list[Efficiency]] = {}
-            for kind, share in table:
-                if kind == owner:
-                    found.setdefault(share.op_class, []).append(share)
-            chosen = found | chosen
+    for table, owner in itertools.product(tables, (name, None)):
+        found: dict[str, list[Efficiency]] = {}
+        for kind, share in table:
+            if kind == owner:
+                found.setdefault(share.op_class, []).append(share)
+        chosen = found | chosen
     return DeviceKind(
         name=name,
         memory_bytes=parse_bytes(row["memory"], what=f"memory of device kind {name!r}"),

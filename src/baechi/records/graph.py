@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
@@ -31,6 +31,7 @@ from baechi.validation import (
     check_is,
     check_name,
     check_row,
+    settle,
 )
 
 if TYPE_CHECKING:
@@ -90,11 +91,9 @@ class Op:
         ):
             return
         check_name(self.name, "op name")
-        for attribute in self.__slots__:
-            if attribute.endswith(("_ns", "_bytes")):
-                check = check_count if attribute.endswith("_ns") else check_bytes
-                count = check(getattr(self, attribute), f"{attribute} of op {self.name!r}")
-                object.__setattr__(self, attribute, count)
+        sizes = [name for name in self.__slots__ if name.endswith("_bytes")]
+        settle(self, check_count, ("time_ns",), f"of op {self.name!r}")
+        settle(self, check_bytes, sizes, f"of op {self.name!r}")
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
         what = f"forward of op {self.name!r}"
@@ -198,18 +197,15 @@ class StepStructure:
     @cached_property
     def twins(self) -> tuple[int, ...]:
         """The backward op of every forward op, or -1."""
-        twins = [-1] * self.n_forward
-        for index in range(self.n_forward, len(self.ops)):
-            if self.ops[index].phase == "backward":
-                twins[self.ops[index].forward[0]] = index
-        return tuple(twins)
+        later = enumerate(self.ops)
+        twin = {op.forward[0]: index for index, op in later if op.phase == "backward"}
+        return tuple(twin.get(op, -1) for op in range(self.n_forward))
 
     @cached_property
     def units(self) -> Mapping[int, tuple[int, ...]]:
         """The recompute ops, and the forward ops that each of them runs again."""
-        later = range(self.n_forward, len(self.ops))
-        rows = {op: self.ops[op].forward for op in later if self.ops[op].phase == "recompute"}
-        return FrozenDict(rows)
+        rows = enumerate(self.ops)
+        return FrozenDict({index: op.forward for index, op in rows if op.phase == "recompute"})
 
     @cached_property
     def op_inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -274,8 +270,8 @@ class OpGraph(StepStructure):
     """Operators and the tensors between them; index order is a topological order.
 
     Attributes:
-        ops: The vertices. `op` means an index into them everywhere.
-        tensors: The hyperedges. `tensor` means an index into them everywhere.
+        ops: The vertices.
+        tensors: The hyperedges.
         times: Device kind to the time of every op on it, where known per kind.
 
     Raises:
@@ -331,9 +327,9 @@ class OpGraph(StepStructure):
         if not any(op.late_bytes or op.reused_bytes for op in self.ops):
             return
         owners = self._owners()
-        left: dict[str | int, int] = {}
+        left: Counter[str | int] = Counter()
         for op, owner in zip(self.ops, owners, strict=True):
-            left[owner] = left.get(owner, 0) + op.persistent_bytes - op.late_bytes
+            left[owner] += op.persistent_bytes - op.late_bytes
         made = [op.late_bytes for op in self.ops]
         for tensor in self.tensors:
             made[tensor.producer] += tensor.nbytes
@@ -381,9 +377,9 @@ class OpGraph(StepStructure):
         if not any(op.late_bytes for op in self.ops):
             return self
         owners = self._owners()
-        late: dict[str | int, int] = {}
+        late: Counter[str | int] = Counter()
         for op, owner in zip(self.ops, owners, strict=True):
-            late[owner] = late.get(owner, 0) + op.late_bytes
+            late[owner] += op.late_bytes
         ops = []
         for op, owner in zip(self.ops, owners, strict=True):
             taken = min(late[owner], op.persistent_bytes)
@@ -391,11 +387,8 @@ class OpGraph(StepStructure):
             left = op.persistent_bytes - taken
             rest = replace(op, persistent_bytes=left, late_bytes=0)
             ops.append(rest if taken or op.late_bytes else op)
-        tensors = [
-            Tensor(index, (), op.late_bytes, kept=True)
-            for index, op in enumerate(self.ops)
-            if op.late_bytes
-        ]
+        rows = ((index, op.late_bytes) for index, op in enumerate(self.ops))
+        tensors = [Tensor(index, (), nbytes, kept=True) for index, nbytes in rows if nbytes]
         graph = OpGraph(tuple(ops), (*self.tensors, *tensors), self.times)
         graph.__dict__["digest"] = self.digest
         return graph
@@ -455,12 +448,10 @@ class OpGraph(StepStructure):
         import networkx
 
         digraph: networkx.DiGraph[int] = networkx.DiGraph()
-        for index, op in enumerate(self.ops):
-            attributes: dict[str, Any] = {name: getattr(op, name) for name in op.__slots__}
-            digraph.add_node(index, **attributes)
+        digraph.add_nodes_from((index, asdict(op)) for index, op in enumerate(self.ops))
+        nbytes: Counter[tuple[int, int]] = Counter()
         for tensor in self.tensors:
             for consumer in tensor.consumers:
-                known = digraph.get_edge_data(tensor.producer, consumer, {"nbytes": 0})
-                nbytes = known["nbytes"] + tensor.nbytes
-                digraph.add_edge(tensor.producer, consumer, nbytes=nbytes)
+                nbytes[tensor.producer, consumer] += tensor.nbytes
+        digraph.add_edges_from((*ends, {"nbytes": size}) for ends, size in nbytes.items())
         return digraph

@@ -102,8 +102,22 @@ class GraphArrays:
 
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Producer and consumer of every pair of a tensor and its consumer, in tensor order."""
-        return np.repeat(self.producer, np.diff(self.consumer_begin)), self.consumers
+        return self.per_consumer(self.producer), self.consumers
 
+    def extents(self, position: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first and the last position of the ops of every tensor, given that of every op."""
+        first = position[self.producer]
+        last = first.copy()
+        tensors = self.per_consumer(np.arange(self.tensors))
+        np.minimum.at(first, tensors, position[self.consumers])
+        np.maximum.at(last, tensors, position[self.consumers])
+        return first, last
+
+    def per_consumer(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The value of its tensor for every consumer."""
+        return np.repeat(values, np.diff(self.consumer_begin))
+
+    @cached_property
     def running_bytes(self) -> NDArray[np.int64]:
         """Bytes of inputs, outputs and workspace that every op needs while it runs.
 
@@ -111,8 +125,17 @@ class GraphArrays:
         """
         running = self.workspace.copy()
         np.add.at(running, self.producer, self.nbytes)
-        np.add.at(running, self.consumers, np.repeat(self.nbytes, np.diff(self.consumer_begin)))
+        np.add.at(running, self.consumers, self.per_consumer(self.nbytes))
         return running
+
+    def least_bytes(self, takes_time: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Bytes that every group needs on its device at some time, given the ops that take time.
+
+        Others hold nothing while they run: their intervals may be empty.
+        """
+        most = np.zeros(self.groups, np.int64)
+        np.maximum.at(most, self.op_group, np.where(takes_time, self.running_bytes, 0))
+        return self.group_persistent + most
 
 
 def arrays_of(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from baechi.validation import check_choice, check_count, check_is, check_name, check_row
+from baechi.validation import check_choice, check_count, check_is, check_name, check_row, settle
 
 
 @final
@@ -47,11 +47,8 @@ class OpCost:
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:
             object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
-        for attribute in self.__slots__:
-            known = getattr(self, attribute) is not None
-            if attribute != "remark" and known:
-                count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
-                object.__setattr__(self, attribute, count)
+        known = [name for name in self.__slots__ if getattr(self, name) is not None]
+        settle(self, check_count, [name for name in known if name != "remark"], "of an op cost")
 
 
 @final

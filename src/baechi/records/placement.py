@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
-from typing import overload as typing_overload
 
 from baechi.errors import InputError
-from baechi.validation import FrozenDict, check_count, check_counts, check_is, check_row
+from baechi.validation import FrozenDict, check_count, check_counts, check_is, check_row, settle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,11 +70,7 @@ class Rows(Sequence[_T]):
     def __len__(self) -> int:
         return len(self._columns[0])
 
-    @typing_overload
-    def __getitem__(self, index: int) -> _T: ...
-    @typing_overload
-    def __getitem__(self, index: slice) -> tuple[_T, ...]: ...
-    def __getitem__(self, index: int | slice) -> _T | tuple[_T, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(map(self._make, *(column[index].tolist() for column in self._columns)))
         return self._make(*(int(column[index]) for column in self._columns))
@@ -138,9 +133,10 @@ class Schedule:
     transfers: Sequence[Transfer]
     peak_bytes: tuple[int, ...]
     lower_bound_ns: int = 0
-    # Computes the bound on first access. The last field, so that `pickle` finds the bound before.
-    _bound: Callable[[], int] | None = field(
-        default=None, init=False, repr=False, compare=False, metadata={"json": False}
+    # Computes `lower_bound_ns` on first access, and is called at most once. The last field, so that
+    # `pickle` and `replace` find the bound before.
+    late_bound: Callable[[], int] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
     )
 
     def __post_init__(self) -> None:
@@ -148,23 +144,10 @@ class Schedule:
             rows = getattr(self, name)
             if not isinstance(rows, Rows):
                 object.__setattr__(self, name, check_row(rows, name, kind))
-        peaks = check_counts(self.peak_bytes, "peak of a schedule")
-        object.__setattr__(self, "peak_bytes", peaks)
+        settle(self, check_counts, ("peak_bytes",), "of a schedule")
         check_count(self.lower_bound_ns, "lower_bound_ns of a schedule")
-
-    @classmethod
-    def with_late_bound(
-        cls,
-        spans: Sequence[Span],
-        transfers: Sequence[Transfer],
-        peak_bytes: tuple[int, ...],
-        bound: Callable[[], int],
-    ) -> "Schedule":
-        """A schedule whose `lower_bound_ns` is computed by `bound`, called at most once."""
-        schedule = cls(spans, transfers, peak_bytes)
-        object.__setattr__(schedule, "_bound", bound)
-        object.__delattr__(schedule, "lower_bound_ns")
-        return schedule
+        if self.late_bound is not None:
+            object.__delattr__(self, "lower_bound_ns")
 
     if not TYPE_CHECKING:  # mypy would assume that every attribute exists
 
@@ -172,12 +155,12 @@ class Schedule:
             # Called where the slot is empty.
             if name != "lower_bound_ns":
                 raise AttributeError(f"a Schedule has no {name!r}", name=name, obj=self)
-            compute = self._bound
+            compute = self.late_bound
             if compute is None:  # another thread has computed it meanwhile
                 return object.__getattribute__(self, name)
             bound = compute()
             object.__setattr__(self, "lower_bound_ns", bound)
-            object.__setattr__(self, "_bound", None)
+            object.__setattr__(self, "late_bound", None)
             return bound
 
     @property
@@ -223,8 +206,7 @@ class Measurement:
     absent_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("step_ns", "moved_bytes"):
-            object.__setattr__(self, name, check_count(getattr(self, name), f"{name} measured"))
+        settle(self, check_count, ("step_ns", "moved_bytes"), "measured")
         for name in ("peak_bytes", "samples_ns", "absent_bytes"):
             values = check_counts(getattr(self, name), f"one of the {name} measured")
             object.__setattr__(self, name, values)

@@ -148,57 +148,39 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
     """Edges inside a device as one faint trace, those between devices strong, one per source."""
     graph, devices = plan.graph, plan.placement.devices
     backward = [op.in_backward for op in graph.ops]
-    faint_x: list[float | None] = []
-    faint_y: list[float | None] = []
-
-    def faint_line(a: int, b: int) -> None:
-        # Saved tensors would be vertical lines that hide everything else.
-        if devices[a] == devices[b] and backward[a] == backward[b]:
-            faint_x.extend((x[a], x[b], None))
-            faint_y.extend((y[a], y[b], None))
-
-    drawn: dict[int, tuple[list[float | None], list[float | None]]] = {}
+    inside = [(tensor.producer, op) for tensor in graph.tensors for op in tensor.consumers]
+    sent: dict[int, list[tuple[int, int]]] = {}
     middles: list[tuple[float, float]] = []
     texts = []
-    for tensor in graph.tensors:
-        for consumer in tensor.consumers:
-            faint_line(tensor.producer, consumer)
     for transfer in plan.schedule.transfers:
         tensor = graph.tensors[transfer.tensor]
         there = [op for op in tensor.consumers if devices[op] == transfer.dst]
         if there:  # sent once, to the first; the others read that copy
             a, b = tensor.producer, there[0]
-            xs, ys = drawn.setdefault(transfer.src, ([], []))
-            xs += [x[a], x[b], None]
-            ys += [y[a], y[b], None]
+            sent.setdefault(transfer.src, []).append((a, b))
             middles.append(((x[a] + x[b]) / 2, (y[a] + y[b]) / 2))
             texts.append(_transfer_text(plan, transfer))
-            for other in there[1:]:
-                faint_line(b, other)
+            inside += [(b, other) for other in there[1:]]
+
+    def lines(pairs: Sequence[tuple[int, int]]) -> dict[str, list[int | None]]:
+        return {
+            name: [value for a, b in pairs for value in (place[a], place[b], None)]
+            for name, place in (("x", x), ("y", y))
+        }
+
+    # Saved tensors would be vertical lines that hide everything else.
+    near = [(a, b) for a, b in inside if devices[a] == devices[b] and backward[a] == backward[b]]
+    hidden = {"hoverinfo": "skip", "showlegend": False}
     faint = {"color": _LINE, "width": 0.7}
-    figure.add_scatter(
-        x=faint_x, y=faint_y, mode="lines", line=faint, hoverinfo="skip", showlegend=False
-    )
+    figure.add_scatter(**lines(near), mode="lines", line=faint, **hidden)
     many = len(texts) > 300  # then thin and pale, so that ops stay visible
-    for src, (xs, ys) in sorted(drawn.items()):
-        figure.add_scatter(
-            x=xs,
-            y=ys,
-            mode="lines",
-            line={"color": color(src), "width": 0.8 if many else 1.6, "dash": "dot"},
-            opacity=0.4 if many else 0.9,
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    figure.add_scatter(
-        x=[x for x, _ in middles],
-        y=[y for _, y in middles],
-        mode="markers",
-        marker={"size": 9, "opacity": 0},
-        hovertext=texts,
-        hoverinfo="text",
-        showlegend=False,
-    )
+    for src, pairs in sorted(sent.items()):
+        line = {"color": color(src), "width": 0.8 if many else 1.6, "dash": "dot"}
+        opacity = 0.4 if many else 0.9
+        figure.add_scatter(**lines(pairs), mode="lines", line=line, opacity=opacity, **hidden)
+    xs, ys = [x for x, _ in middles], [y for _, y in middles]
+    rest = {"hovertext": texts, "hoverinfo": "text", "showlegend": False}
+    figure.add_scatter(x=xs, y=ys, mode="markers", marker={"size": 9, "opacity": 0}, **rest)
 
 
 def _draw_timeline(figure: Any, plan: Plan) -> None:
@@ -258,6 +240,7 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
     top = max(most, *(limits[device] for device in drawn), 0)
     unit, scale = next((row for row in _SIZES if top >= row[1]), ("bytes", 1))
     time_scale = _time_unit(plan)[1]
+    below: dict[str, Any] = {"hoverinfo": "text", "row": 2, "col": 1}
     for device, steps in enumerate(memory_profile(plan.graph, plan.cluster, plan.schedule)):
         name = escape(devices[device].name)
         figure.add_scatter(
@@ -268,9 +251,7 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
             name=name,
             legendgroup=name,
             hovertext=[f"{name}: {format_bytes(nbytes)}" for _, nbytes in steps],
-            hoverinfo="text",
-            row=2,
-            col=1,
+            **below,
         )
     # A dashed line for each limit, or one gray line where all are equal.
     one = len(set(limits)) == 1
@@ -283,9 +264,7 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
             line={"color": COLORS[-1] if one else color(device), "width": 1.4, "dash": "dash"},
             name=label,
             hovertext=f"{label}: {format_bytes(limits[device])}",
-            hoverinfo="text",
-            row=2,
-            col=1,
+            **below,
         )
     title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
     figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)

@@ -24,7 +24,8 @@ from baechi.records.placement import Placement
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.families import Family
-from baechi.tracing.lowering import TracedModule, resized
+from baechi.tracing.family_traces import resized
+from baechi.tracing.lowering import TracedModule
 
 
 @final

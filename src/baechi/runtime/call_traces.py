@@ -16,9 +16,9 @@ from baechi.tracing.families import (
     Place,
     declared,
     known_places,
-    largest_declared,
+    size_at,
 )
-from baechi.tracing.trace_comparison import is_same
+from baechi.tracing.family_traces import is_same
 
 
 @final
@@ -79,7 +79,8 @@ class CallTraces:
         if self._dynamic is False:
             return frozenset()
         if isinstance(self._dynamic, Mapping):
-            return declared(call, self._dynamic)
+            rows = declared(call, self._dynamic).items()
+            return frozenset(place for place, (least, _) in rows if size_at(call, place) >= least)
         return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
 
     def reference(
@@ -93,7 +94,8 @@ class CallTraces:
         static = (special.module.call for special in kin if special.family is None)
         rows = [mine, *(values for call in static if (values := family.joined(call)))]
         if isinstance(self._dynamic, Mapping):
-            rows.append(family.maxima(largest_declared(call, self._dynamic)))
+            sizes = declared(call, self._dynamic).items()
+            rows.append(family.maxima({place: largest for place, (_, largest) in sizes}))
         largest = tuple(map(max, zip(*rows, strict=True)))
         return largest if family.holds(largest) else mine
 

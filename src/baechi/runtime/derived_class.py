@@ -117,7 +117,7 @@ class Placed:
         state: PlacedState | None = self.__dict__.get(KEY)
         if state is None or state.lock.is_mine:
             return own(fn, recurse)
-        with state.lock.alone(), torch.no_grad():
+        with state.lock, torch.no_grad():
             # A small tensor of each kind that the model has, to see what `fn` does to it.
             kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor, _ in state.origins)
             probes = [torch.empty((2, 2, 2, 2), device=on, dtype=dtype) for on, dtype in kinds]

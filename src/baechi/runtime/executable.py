@@ -19,7 +19,6 @@ from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
-from baechi.runtime.autograd.gradient_plan import keeping_strides
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
@@ -112,9 +111,9 @@ class Executable:
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing_guard = SharingGuard(module)
         self._rewritten = _rewritten(module)
+        self._viewed = _viewed(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
-        self._keeping_strides = keeping_strides(module.facts.nodes)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
@@ -198,18 +197,9 @@ class Executable:
         return self.module.answers(self._carrying(call))
 
     def joined(self, call: Call) -> tuple[int, ...] | None:
-        """The sizes of a call that this can run, as values of its family's symbols; else None.
-
-        What the runtime decided by sizes must be the same there.
-        """
+        """The sizes of a call that this can run, as values of its family's symbols; else None."""
         values = None if self.family is None else self.family.joined(call)
-        if self.family is None or values is None:
-            return None
-        if self.training:  # without a backward nothing depends on them
-            facts = self.family.facts(values)
-            if keeping_strides(facts.nodes) != self._keeping_strides:
-                return None
-        return values if self.takes(call) else None
+        return values if values is not None and self.takes(call) else None
 
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)
@@ -310,6 +300,20 @@ class Executable:
                 "with gradients passes none on. Call the model under torch.no_grad(), or the "
                 "unsplit one."
             )
+        if self._rewritten:
+            name = call.names[self._rewritten[0]]
+            raise ExecutionError(
+                f"forward writes into its argument {name!r} in place, and "
+                "needs the gradient of what it writes: outside of the model there is no graph of "
+                "the new values. Let forward write into a copy (x = x.clone())."
+            )
+        for index in self._viewed:
+            if call.tensors[index].requires_grad:
+                raise ExecutionError(
+                    f"the model returns a view of its argument {call.names[index]!r}, and autograd "
+                    "would not know that they share memory, where it needs a gradient. Let forward "
+                    "return a copy (x.clone())."
+                )
         if is_checkpointed():
             raise ExecutionError(
                 "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
@@ -329,8 +333,6 @@ class Executable:
         plan = Plan(executor, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
-        if self._rewritten:
-            plan.rewrite(self._rewritten)
         return self._finish(call, plan.merge(tokens))
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
@@ -375,7 +377,21 @@ def _rewritten(module: TracedModule) -> list[int]:
         for value in fact.values
         if value.requires_grad and value.storage in fact.writes
     }
-    given = module.graph_module.graph.find_nodes(op="placeholder")
+    return _arguments_in(storages, module)
+
+
+def _viewed(module: TracedModule) -> list[int]:
+    """The caller's tensors, by index, of which a result with a gradient is a view."""
+    facts, written = module.facts.nodes, module.facts.written
+    results = module.graph_module.graph.output_node().all_input_nodes
+    made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
+    seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
+    return _arguments_in(seen, module)
+
+
+def _arguments_in(storages: set[int], module: TracedModule) -> list[int]:
+    """The caller's tensors, by index, that are in some storages."""
+    facts, given = module.facts.nodes, module.graph_module.graph.find_nodes(op="placeholder")
     return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
 
 

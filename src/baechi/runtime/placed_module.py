@@ -133,7 +133,7 @@ def installed(state: PlacedState) -> "PlacedModule":
             state.release()
             raise
     else:
-        with earlier.lock.alone():
+        with earlier.lock:
             earlier.release()
             state.origins = earlier.origins
             vars(model)[KEY] = state
@@ -324,7 +324,7 @@ class PlacedModule(nn.Module):
         What came from files (`weights=`) is on the host then.
         """
         state = _state(self)
-        with state.lock.alone():
+        with state.lock:
             state.release()
             state.move_back()
             restore(self)

@@ -22,7 +22,7 @@ from torch import nn
 from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
-from baechi.runtime.specialization import CallLock, ModuleKind, Specializations
+from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_internals import (
@@ -64,14 +64,14 @@ class Entry:
         path: Its path in the model; empty for the model itself.
         plain: Its own call: hooks and forward, or what `module.compile()` made of them.
         is_told: Whether somebody was told that it ran unsplit.
-        refused: Why calls of these keys have no plan.
+        specializations: Its plans.
     """
 
     def __init__(self, module: nn.Module, path: str, state: "PlacedState") -> None:
         self.module, self.path, self._state = module, path, state
         self.plain = vars(module).get(CALL) or plain_call(module)
         self.is_told = False
-        self.forget()
+        self.specializations = Specializations(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module."""
@@ -88,59 +88,12 @@ class Entry:
         n = len(self.specializations)
         return f"{n} of {self.path}" if n else f"{self.path} unsplit"
 
-    @property
-    def is_held(self) -> bool:
-        """True if the module calls this."""
-        return vars(self.module).get(CALL) is self
-
     def release(self) -> None:
         """Let the module call what it called before."""
-        if self.is_held:
+        if vars(self.module).get(CALL) is self:
             del vars(self.module)[CALL]
             if self.plain != plain_call(self.module):
                 vars(self.module)[CALL] = self.plain
-
-    def key(self, call: Call) -> tuple[Any, ...]:
-        """Equal for calls that can run one plan: the call's own, submodules, modes and hooks."""
-        return call.key, self._kind.now()
-
-    def find(self, call: Call) -> Executable | None:
-        """The specialization that can run a call, or None.
-
-        Raises:
-            InputError: None could be made for such a call before.
-        """
-        known = self.specializations.latest(call)
-        if known is not None:
-            return known
-        key = self.key(call)
-        refused = self.refused.get(key)
-        if refused is not None:
-            raise InputError(refused)
-        return self.specializations.find(key, call)
-
-    def add(self, call: Call, special: Executable) -> None:
-        """Take a specialization for calls like this one."""
-        self.specializations.add(self.key(call), call, special)
-
-    def kin(self, call: Call) -> tuple[Executable, ...]:
-        """Those for calls like this one but for its arguments, the latest first."""
-        return self.specializations.kin(self.key(call))
-
-    def unplanned(self, call: Call) -> InputError:
-        """The error for a call that needs a plan where `apply` was given another."""
-        if self.path:
-            return InputError(
-                "`apply` was given one plan, of the model itself; `baechi.place` makes one for "
-                "such calls, too."
-            )
-        return self.specializations.unknown(self.module, call, self.key(call))
-
-    def forget(self) -> None:
-        """Drop all specializations."""
-        self.specializations = Specializations()
-        self._kind = ModuleKind(self.module)
-        self.refused: dict[Any, str] = {}
 
 
 @final
@@ -249,72 +202,67 @@ class PlacedState:
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
-        failure, special = "", None
-        with self.lock.side_by_side():
+        with self.lock:
             try:
-                refuse_tracers()
+                if tracer := foreign_tracer():
+                    raise ExecutionError(
+                        f"{tracer} looks through the Python of a model, and a placed one runs on "
+                        "its own workers: give it model = placed.unplace(), or a "
+                        "copy.deepcopy(placed)."
+                    )
                 call = canonical_call(entry.module, args, kwargs)
-                special = entry.find(call)
-            except BaechiError as error:
-                failure = self._excuse(entry, error)
-            else:
-                if special is not None and (special in self._settled or special.is_settled):
-                    self._settled.add(special)
-                    self.latest = special
-                    return special(call, self.meter)
-        if not failure:
-            try:
                 special = self.special(entry, call)
             except BaechiError as error:
-                failure = self._excuse(entry, error)
-        if failure or special is None:
-            return self._whole(entry, failure, args, kwargs)
-        with self.lock.side_by_side():
+                if entry is self.root:
+                    raise
+                return self._whole(entry, str(error), args, kwargs)
             return special(call, self.meter)
 
-    def _excuse(self, entry: Entry, error: BaechiError) -> str:
-        """Why a part has no plan; the model itself has to have one."""
-        if entry is self.root:
-            raise error
-        return str(error)
-
     def special(self, entry: Entry, call: Call) -> Executable:
-        """The specialization for a call, made where there is none yet."""
-        with self.lock.alone():  # of calls from several threads one plans, and the others wait
-            special = entry.find(call) or self._make(entry, call)
-            self.cover()
+        """The specialization for a call, made where there is none yet, with weights in place."""
+        with self.lock:
+            special = entry.specializations.find(call)
+            if special is None or not (special in self._settled or special.is_settled):
+                special = special or self._make(entry, call)
+                self.cover()
+                special.settle()
+                self._settled.clear()
+            self._settled.add(special)
             self.latest = special
-            special.settle()
-            self._settled = {special}
             return special
 
     def _make(self, entry: Entry, call: Call) -> Executable:
         if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
             raise ExecutionError("a placed model was called with fake tensors; unplace() it first.")
         if self._specialize is None:
-            raise entry.unplanned(call)
-        kin = entry.kin(call)
+            if entry is self.root:
+                raise entry.specializations.unknown(call)
+            raise InputError(
+                "`apply` was given one plan, of the model itself; `baechi.place` makes one for "
+                "such calls, too."
+            )
+        kin = entry.specializations.kin()
         special = self._specialize.joined(entry.module, call, kin)
         if special is not None:
-            entry.add(call, special)
+            entry.specializations.add(call, special)
             return special
         if len({tensor.device for tensor, _ in self.origins}) > 1 and not self.loaded:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, kin, self.homes)
-            entry.specializations.make_room(entry.key(call), call, special, self._limit)
+            entry.specializations.make_room(call, special, self._limit)
         except BaseException as error:
             if self.latest is not None:
                 self.latest.settle()
             if isinstance(error, BaechiError) and entry is not self.root:
-                entry.refused[entry.key(call)] = str(error)
+                entry.specializations.refuse(call, str(error))
             raise
         self.add(entry, call, special)
         return special
 
     def add(self, entry: Entry, call: Call, special: Executable) -> None:
         """Take a specialization for calls like this one."""
-        entry.add(call, special)
+        entry.specializations.add(call, special)
         known = set(self._tensors()).union(*(each.state_devices for each in self.all))
         homes = {**special.state_devices, **self.homes}
         self.homes = {tensor: home for tensor, home in homes.items() if tensor in known}
@@ -334,12 +282,11 @@ class PlacedState:
             )
             self._unsplit.append(text)
             warnings.warn(text, stacklevel=4)
-        with self.lock.alone():
-            if any(tensor.device != home for tensor in own):
-                self._settled.clear()
-                for tensor in own:
-                    move(tensor, home)
-            return entry.plain(*args, **kwargs)
+        if any(tensor.device != home for tensor in own):
+            self._settled.clear()
+            for tensor in own:
+                move(tensor, home)
+        return entry.plain(*args, **kwargs)
 
     def cover(self) -> None:
         """Make an entry of every part with weights that the model has now, and of no other."""
@@ -349,19 +296,15 @@ class PlacedState:
             if path and next(chain(module.parameters(), module.buffers()), None) is not None
         }
         for module in self.entries.keys() - parts.keys():
-            self._drop(self.entries.pop(module))
+            entry = self.entries.pop(module)
+            entry.release()
+            for special in entry.specializations:
+                special.close()
+                self.latest = None if special is self.latest else self.latest
         for module, path in parts.items():
             known = self.entries.get(module)
-            if known is None or not known.is_held:
+            if known is None or vars(module).get(CALL) is not known:
                 self.entries[module] = vars(module)[CALL] = Entry(module, path, self)
-
-    def _drop(self, entry: Entry) -> None:
-        """Forget an entry whose module is no part any more."""
-        entry.release()
-        for special in entry.specializations:
-            special.close()
-            if special is self.latest:
-                self.latest = None
 
     def measure(
         self, metered: Callable[[], Any], optimizer: torch.optim.Optimizer | None, steps: int
@@ -391,7 +334,7 @@ class PlacedState:
         self.homes.clear()
         self._settled.clear()
         for entry in self._all_entries:
-            entry.forget()
+            entry.specializations = Specializations(entry.module)
         self.latest = None
         devices = (device for _, device in self.origins)
         self.origins = list(zip(self._tensors(), devices, strict=False))
@@ -413,13 +356,3 @@ class PlacedState:
         self._settled.clear()
         for tensor, device in self.origins:
             move(tensor, device)
-
-
-def refuse_tracers() -> None:
-    """Raise an `ExecutionError` if a tracer or transform of torch is around the call."""
-    tracer = foreign_tracer()
-    if tracer:
-        raise ExecutionError(
-            f"{tracer} looks through the Python of a model, and a placed one runs on its own "
-            "workers: give it model = placed.unplace(), or a copy.deepcopy(placed)."
-        )

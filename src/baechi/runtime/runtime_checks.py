@@ -11,8 +11,9 @@ from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
 from baechi.torch_support.torch_internals import state_of
 from baechi.traced.traced_model import Traced
-from baechi.tracing.held_objects import HeldObjects
+from baechi.tracing.guards import HeldObjects
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import opaque_leaves
 
 
@@ -49,42 +50,28 @@ def refuse_meta(model: nn.Module) -> None:
 
 @final
 class StateGuard:
-    """The objects that the model held under the names that its graph reads, and on the way there.
+    """The parameters and buffers that the model's graph reads, under the names they had.
 
-    Of submodules that stay whole these are the parameters; they replace buffers as they like. The
-    graph has the model as its submodule `model`.
+    Of submodules that stay whole these are the parameters; they replace buffers as they like.
     """
 
     def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
         self._model = type(model).__name__
-        rows: dict[tuple[int, str], tuple[dict[str, Any], str, Any, torch.dtype | None, str]] = {}
-
-        def add(holder: dict[str, Any], key: str, name: str) -> None:
-            value = holder[key]
-            dtype = value.dtype if isinstance(value, torch.Tensor) else None
-            rows.setdefault((id(holder), key), (holder, key, value, dtype, name))
-
-        names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
-        leaves = opaque_leaves(graph, graph.graph.nodes)
-        for path, leaf in leaves.items():
-            names += [f"{path}.{name}" for name, _ in leaf.named_parameters()]
-        for name in (name.removeprefix("model.") for name in names):
-            owner: Any = model
-            for part in name.split("."):
-                holder = next((h for h in state_of(owner) if h.get(part) is not None), None)
-                if holder is None:
-                    break  # a constant of the graph, or in a plain attribute (`attributes`)
-                add(holder, part, name)
-                owner = holder[part]
-        whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
-        read = {id(value) for _, _, value, _, _ in rows.values()}
+        leaves = opaque_leaves(graph, graph.graph.nodes).values()
+        whole = {id(module) for leaf in leaves for module in leaf.modules()}
+        named = graph.graph.find_nodes(op="get_attr")
+        read = {id(attribute(graph, str(node.target))) for node in named}
+        read |= {id(parameter) for leaf in leaves for parameter in leaf.parameters()}
+        # (its holder, its name there, itself, its dtype, its name in the model)
+        self._rows: list[tuple[dict[str, Any], str, Any, torch.dtype | None, str]] = []
         for path, module in model.named_modules():
             _, parameters, buffers = state_of(module)
             for holder in (parameters,) if id(module) in whole else (parameters, buffers):
                 for key, value in holder.items():
                     if value is None or id(value) in read:
-                        add(holder, key, f"{path}.{key}".lstrip("."))
-        self._rows = list(rows.values())
+                        dtype = None if value is None else value.dtype
+                        name = f"{path}.{key}".lstrip(".")
+                        self._rows.append((holder, key, value, dtype, name))
         self._held = HeldObjects(holder for holder, *_ in self._rows)
         self._typed = [(row[2], row[3]) for row in self._rows if row[3] is not None]
 

@@ -1,11 +1,9 @@
 """Placed models by shape of call, and the lock under which a new one is made."""
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import count
-from threading import Condition, get_ident
+from threading import RLock, get_ident
 from typing import Any, Final, final
 
 from torch import nn
@@ -15,24 +13,27 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.tracing.calling_convention import Call, changes
 from baechi.tracing.faithfulness import HOOKS
-from baechi.tracing.guards import Attributes
-from baechi.tracing.held_objects import HeldObjects
+from baechi.tracing.guards import Attributes, HeldObjects
 
-_MOST_KEYS: Final = 4096  # calls that joined families and are found by their key alone
+_MOST_KEYS: Final = 4096  # calls that are found by their key alone, and join no family again
+
+_Key = tuple[Any, int]  # a call's, and the kind of the module
 
 
 @final
 class Specializations:
-    """The specializations of a placed model, the first one first.
+    """The specializations of a module, the first one first.
 
     Calls of one shape may have several: for other values of the modules' attributes.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[Any, list[Executable]] = {}
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._module_kind = ModuleKind(module)
+        self._rows: dict[_Key, list[Executable]] = {}  # the oldest key first
+        self._refused: dict[_Key, str] = {}  # why calls of these have none
         self._used: dict[Executable, int] = {}  # when each was last used; the first one first
-        self._kind: dict[Executable, Any] = {}  # its key without the call's
-        self._joined: dict[Any, None] = {}  # keys of calls that joined a family, the oldest first
+        self._kind: dict[Executable, int] = {}  # the module's, where it runs
         self._latest: dict[Any, Executable] = {}  # by the call's key
         self._held: dict[Executable, tuple[int, HeldObjects | None]] = {}  # after so many finds
         self._clock = count()
@@ -44,20 +45,27 @@ class Specializations:
     def __len__(self) -> int:
         return len(self._used)
 
-    def latest(self, call: Call) -> Executable | None:
-        """The one found before for such a call, if all objects of the model are those of then.
+    def _key(self, call: Call) -> _Key:
+        """Equal for calls that can run one plan: the call's own, submodules, modes and hooks."""
+        return call.key, self._module_kind.now()
 
-        Takes some 0.2 us a module, where `find` takes 1 us.
+    def find(self, call: Call) -> Executable | None:
+        """The specialization that can run a call, or None.
+
+        Takes some 0.2 us a module, if all objects of the model are those of when one was found
+        before for such a call; else 1 us.
+
+        Raises:
+            InputError: None could be made for such a call before.
         """
-        special = self._latest.get(call.key)
-        _, held = (0, None) if special is None else self._held[special]
-        if special is None or held is None or not held.are_same() or not special.takes(call):
-            return None
-        self._used[special] = next(self._clock)
-        return special
-
-    def find(self, key: Any, call: Call) -> Executable | None:
-        """The specialization that can run a call of this key, or None."""
+        latest = self._latest.get(call.key)
+        _, held = (0, None) if latest is None else self._held[latest]
+        if latest is not None and held is not None and held.are_same() and latest.takes(call):
+            self._used[latest] = next(self._clock)
+            return latest
+        key = self._key(call)
+        if key in self._refused:
+            raise InputError(self._refused[key])
         for special in self._rows.get(key, ()):
             if special.attributes.hold() and special.takes(call):
                 self._used[special] = next(self._clock)
@@ -66,7 +74,7 @@ class Specializations:
         return None
 
     def _found(self, special: Executable, call: Call) -> None:
-        """Keep what the model holds, so that `latest` knows it again.
+        """Keep what the model holds, to know it again.
 
         Of a model that changes itself in every call, ever more rarely.
         """
@@ -79,8 +87,13 @@ class Specializations:
             held = held_by(special.module.model, special.attributes)
         self._held[special] = times, held
 
-    def add(self, key: Any, call: Call, special: Executable) -> None:
+    def refuse(self, call: Call, reason: str) -> None:
+        """Note why calls like this one have none."""
+        self._refused[self._key(call)] = reason
+
+    def add(self, call: Call, special: Executable) -> None:
         """Take one more, instead of one for the same but for what needs a gradient."""
+        key = self._key(call)
         self._latest.clear()
         told = special.traced.module.gradients
         rows = self._rows.get(key, [])
@@ -94,28 +107,26 @@ class Specializations:
         ]
         self._rows[key] = [row for row in rows if row not in others and row is not special]
         self._rows[key].append(special)
-        if special in self._used:
-            self._joined[key] = None
-            if len(self._joined) > _MOST_KEYS:
-                oldest = next(iter(self._joined))
-                del self._joined[oldest], self._rows[oldest]
+        if len(self._rows) > _MOST_KEYS:
+            del self._rows[next(iter(self._rows))]
         self._used[special] = next(self._clock)
-        self._kind.setdefault(special, key[1:])
+        self._kind.setdefault(special, key[1])
         for other in others:
             if not any(other in row for row in self._rows.values()):
                 self._forget(other)
 
-    def kin(self, key: Any) -> tuple[Executable, ...]:
-        """Those made for calls like this one but for its arguments, the latest first."""
-        return tuple(s for s in reversed(self._used) if self._kind[s] == key[1:])
+    def kin(self) -> tuple[Executable, ...]:
+        """Those for the module as it is now, whatever the arguments, the latest first."""
+        kind = self._module_kind.now()
+        return tuple(s for s in reversed(self._used) if self._kind[s] == kind)
 
-    def make_room(self, key: Any, call: Call, special: Executable, limit: int) -> None:
+    def make_room(self, call: Call, special: Executable, limit: int) -> None:
         """Drop what one more makes needless, and the least recently used at the limit.
 
         A family comes instead of those for one shape each whose calls it takes. The first time that
         another is dropped, there is a warning.
         """
-        for other in self.kin(key):
+        for other in self.kin():
             fixed = other.family is None and other.attributes.hold()
             if fixed and special.joined(other.module.call) is not None:
                 self._forget(other)
@@ -123,8 +134,7 @@ class Specializations:
             oldest = min(self._used, key=self._used.__getitem__)
             if not self._warned:
                 self._warned = True
-                model = special.module.model
-                warnings.warn(self._dropped(oldest, model, call, limit), stacklevel=5)
+                warnings.warn(self._dropped(oldest, call, limit), stacklevel=5)
             self._forget(oldest)
 
     def _forget(self, special: Executable) -> None:
@@ -136,19 +146,18 @@ class Specializations:
             rest = [other for other in row if other is not special]
             if not rest:
                 del self._rows[key]
-                self._joined.pop(key, None)
             elif len(rest) < len(row):
                 self._rows[key] = rest
 
-    def _dropped(self, special: Executable, model: nn.Module, call: Call, limit: int) -> str:
+    def _dropped(self, special: Executable, call: Call, limit: int) -> str:
         """The warning that a plan is dropped, with what the new call has of its own."""
         latest = max(self._used, key=self._used.__getitem__)
         changed = next((text for each in self if (text := each.attributes.changed())), "")
         news = [*changes(latest.module.call, call), *([changed] if changed else [])]
         differs = f" It differs from the one before in {'; '.join(news[:3])}." if news else ""
-        mode = "training" if model.training else "evaluation"
+        name, mode = type(self._module).__name__, _mode(self._module)
         return (
-            f"this placed {type(model).__name__} has plans for {len(self)} families of calls, its "
+            f"this placed {name} has plans for {len(self)} families of calls, its "
             f"limit, and a call with {call.shapes} in {mode} mode fits none of them.{differs} From "
             f"now on the least recently used plan is dropped for a new one, such as that for "
             f"{special.module.call.shapes}; if its calls come back, they are planned again. Give "
@@ -156,13 +165,13 @@ class Specializations:
             f"place(..., max_shapes=...) more than {limit}."
         )
 
-    def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
+    def unknown(self, call: Call) -> InputError:
         """The error for a call that none of these can run, where no other can be made."""
-        mode = "training" if model.training else "evaluation"
-        found = (s.attributes.changed() for s in self._rows.get(key, ()))
+        name, mode = type(self._module).__name__, _mode(self._module)
+        found = (s.attributes.changed() for s in self._rows.get(self._key(call), ()))
         changed = next((f": {text}" for text in found if text), "")
         return InputError(
-            f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
+            f"this placed {name} was made by `apply` for one shape of call; "
             f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, "
             "constants, mode, autocast, submodules, hooks, in whether gradients are on, in what "
             "needs a gradient, in which arguments are one tensor or share memory that is written, "
@@ -170,6 +179,10 @@ class Specializations:
             f"or in attributes of its modules{changed}. Trace and apply that call, or use "
             "`baechi.place`, which traces each new one."
         )
+
+
+def _mode(module: nn.Module) -> str:
+    return "training" if module.training else "evaluation"
 
 
 def held_by(model: nn.Module, attributes: Attributes) -> HeldObjects:
@@ -216,49 +229,25 @@ class ModuleKind:
 
 @final
 class CallLock:
-    """A lock under which calls run side by side, and a trace alone. Reentrant within a thread.
+    """A lock under which one thread calls or plans, and the others wait. Reentrant.
 
     A trace replaces parameters, hooks and functions of the model while it lasts, so a call at the
-    same time would see another model.
+    same time would see another model; and the executor runs one call at a time anyway.
     """
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._calls: Counter[int] = Counter()  # by thread
-        self._planner: int | None = None
+        self._lock = RLock()
+        self._owners: list[int] = []  # the one thread that has it, each time that it entered
 
     @property
     def is_mine(self) -> bool:
         """True if this thread calls or plans."""
-        me = get_ident()
-        return me in self._calls or self._planner == me
+        return get_ident() in self._owners
 
-    @contextmanager
-    def side_by_side(self) -> Iterator[None]:
-        """Run the block when no thread plans."""
-        me = get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._planner in (None, me))
-            self._calls[me] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls[me] -= 1
-                if not self._calls[me]:
-                    del self._calls[me]
-                    self._changed.notify_all()
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owners.append(get_ident())
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Run the block when no other thread calls or plans."""
-        me = get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._planner is None and not self._calls.keys() - {me})
-            self._planner = me
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._planner = None
-                self._changed.notify_all()
+    def __exit__(self, *_: object) -> None:
+        self._owners.pop()
+        self._lock.release()

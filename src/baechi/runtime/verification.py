@@ -110,9 +110,9 @@ class _Verification:
         self._facts = module.facts.nodes
         self._rank = {node: i for i, node in enumerate(module.graph_module.graph.nodes)}
         own = [n for row in module.nodes for n in row if n.op not in ("placeholder", "get_attr")]
-        self._operators = {n.name: n for n in sorted(own, key=self._rank.__getitem__)}
-        self._draws = [name for name, n in self._operators.items() if self._facts[n].random]
-        self._seeds: dict[str, int] = {}  # of operators that draw, where their order differs
+        self.operators = {n.name: n for n in sorted(own, key=self._rank.__getitem__)}
+        self._draws = [name for name, n in self.operators.items() if self._facts[n].random]
+        self.seeds: dict[str, int] = {}  # of operators that draw, where their order differs
         self._values: dict[_Key, torch.Tensor] = {}  # of the unsplit run, operator by operator
 
     def run(self, every: bool) -> None:
@@ -136,7 +136,7 @@ class _Verification:
             if untrue:
                 raise self._untrue(untrue)
             draws = enumerate(self._draws)
-            self._seeds = {name: (self._seed + i) % 2**63 for i, name in draws}
+            self.seeds = {name: (self._seed + i) % 2**63 for i, name in draws}
         else:
             text = _difference(expected, self._step(self._executable))
             if not text and not every:
@@ -158,7 +158,7 @@ class _Verification:
                 f"one differs from itself: {unstable.text} the second time. Its result depends on "
                 "more than its inputs; verify it with a fixed seed and without such state."
             )
-        untrue = "" if self._seeds else _difference(expected, alone)
+        untrue = "" if self.seeds else _difference(expected, alone)
         raise self._untrue(untrue) if first is None and untrue else self._differs(first, text)
 
     def _is_drawn_elsewhere(self) -> bool:
@@ -173,7 +173,7 @@ class _Verification:
         present = {tensor.device.type for tensor in [*tensors, *self._call.tensors]}
         if present and kinds != present:
             raise InputError(
-                f"verify cannot compare {self._name}: {op_name(self._operators[self._draws[0]])} "
+                f"verify cannot compare {self._name}: {op_name(self.operators[self._draws[0]])} "
                 f"draws random numbers, and {'/'.join(sorted(kinds))} draws others than "
                 f"{'/'.join(sorted(present))}, where the model is now. Move the model there before "
                 "it is placed, or verify it without dropout (model.eval())."
@@ -247,7 +247,7 @@ class _Verification:
 
         def forward(call: Call) -> Any:
             module = self._module.graph_module
-            runner = _Runner(module, self._operators, note, self._seeds, self._unsplit.twin)
+            runner = _Runner(module, self, note, self._unsplit.twin)
             returned = runner.run(*call.tensors, enable_io_processing=False)
             result, _ = self._module.returned.fill(list(returned), call.objects)
             return result
@@ -262,7 +262,7 @@ class _Verification:
             note = self._comparing(found, f" on logical device {tape.device}")
 
             def function(arguments: list[Any]) -> tuple[Any, ...]:
-                runner = _Runner(module, self._operators, note, self._seeds)
+                runner = _Runner(module, self, note)
                 return tuple(runner.run(arguments, enable_io_processing=False))
 
             return replace(tape, function=function)
@@ -331,7 +331,7 @@ class _Verification:
         rows = list(node.users)
         for row in rows:  # which grows
             rows += row.users if passes_on(row) else ()
-        known = {row for row in rows if row.name in self._operators and not passes_on(row)}
+        known = {row for row in rows if row.name in self.operators and not passes_on(row)}
         return sorted(known, key=self._rank.__getitem__)
 
     def _backward(
@@ -353,16 +353,13 @@ class _Runner(fx.Interpreter):
     def __init__(
         self,
         module: fx.GraphModule,
-        operators: dict[str, fx.Node],
+        verification: _Verification,
         note: _Note,
-        seeds: dict[str, int],
         twin: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         super().__init__(module)
-        self._operators = operators
-        self._note = note
-        self._seeds = seeds
-        self._twin = twin
+        self._operators, self._seeds = verification.operators, verification.seeds
+        self._note, self._twin = note, twin
 
     def fetch_attr(self, target: str) -> Any:
         return self._twin(super().fetch_attr(target))

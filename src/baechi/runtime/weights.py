@@ -10,6 +10,7 @@ A parameter stays the same Python object, so ties between modules and an optimiz
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from operator import itemgetter
 from os import PathLike
 from typing import Any, Final, final
@@ -26,7 +27,6 @@ from baechi.units import parse_bytes
 from baechi.validation import check_is
 
 _BUFFER_BYTES: Final = 16 << 20  # a multiple of every element; larger ones are no faster
-_BUFFERS: Final = 2  # one is read into while the other is copied to its device
 _SHOWN: Final = 5  # names of each kind in an error
 
 # A tensor, the place of one in a file, or a function that makes one.
@@ -208,7 +208,10 @@ class _Buffers:
     """Buffers between files and devices, pinned where there are GPUs."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        pinned = torch.cuda.is_available()
+        rows = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._turns = cycle(enumerate(rows))  # one is read into while the other is copied
+        self._copied: dict[int, torch.cuda.Event] = {}  # of each its latest copy to a GPU
         self._gpus: set[torch.device] = set()
 
     def synchronize(self) -> None:
@@ -225,28 +228,19 @@ class _Buffers:
                 _read(file, flat)
                 return
             for part in torch.split(flat, _BUFFER_BYTES // dtype.itemsize):
-                buffer, copied = self._next()
+                number, buffer = next(self._turns)
+                if number in self._copied:
+                    self._copied[number].synchronize()
                 values = buffer[: len(part) * dtype.itemsize].view(dtype)
                 _read(file, values)
                 if part.device.type == "cuda":
                     self._gpus.add(part.device)
                     with torch.cuda.device(part.device):  # on which a conversion runs
                         part.copy_(values.to(part.device, non_blocking=True))
-                        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        copied.record()
+                        self._copied[number] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        self._copied[number].record()
                 else:
                     part.copy_(values)
-                self._free.append((buffer, copied))
-
-    def _next(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The buffer that was used longest ago, once its copy has ended."""
-        if len(self._free) < _BUFFERS:
-            pinned = torch.cuda.is_available()
-            return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned), None
-        buffer, copied = self._free.pop(0)
-        if copied is not None:
-            copied.synchronize()
-        return buffer, None
 
 
 def _read(file: Any, values: torch.Tensor) -> None:

@@ -4,13 +4,13 @@ docs/embedding.md has the ways of sharing. An instance of NVIDIA's Multi-Instanc
 its own, named `gpu/3g@4`: profile 3g at memory slice 4.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 from baechi.errors import InputError
 from baechi.records.cluster import Device
 from baechi.units import parse_bytes
-from baechi.validation import check_count, check_name
+from baechi.validation import check_name, check_positive
 
 SHARINGS: Final = ("fractional", "whole", "mig")
 WHOLE_MILLI: Final = 1000
@@ -78,12 +78,7 @@ class Claim:
 
 def check_share(value: object, device: str) -> int:
     """A share of compute in thousandths, if it is one from 1 to 1000."""
-    share = check_count(value, f"share_milli of {device!r}")
-    if not 1 <= share <= WHOLE_MILLI:
-        raise InputError(
-            f"share_milli of {device!r} is {share}; it must be 1 to 1000, thousandths of a device."
-        )
-    return share
+    return check_positive(value, f"share_milli of {device!r}, thousandths of it,", WHOLE_MILLI)
 
 
 class Use(NamedTuple):
@@ -105,38 +100,18 @@ class Room(NamedTuple):
     share_milli: int
 
 
-def rooms(
-    place: int, device: Device, sharing: str, use: Use, free_bytes: int, share_milli: int | None
-) -> list[Room]:
-    """The free part of the device at a place of its cluster, as devices.
-
-    A job that wants a share gets no more, and nothing where less is free; a MIG device is cut into
-    the smallest instances that have it. `None` is all that is free, in the largest instances.
-    """
-    if sharing == "mig":
-        return _instances(place, device, use, share_milli)
-    free = WHOLE_MILLI - use.share_milli
-    if sharing == "whole":
-        given = WHOLE_MILLI if use == UNUSED else 0
-    else:
-        given = free if share_milli is None else share_milli if share_milli <= free else 0
-    if given == 0:
-        return []
-    speed = device.speed if given == WHOLE_MILLI else device.speed * given / WHOLE_MILLI
-    return [Room(place, replace(device, memory_bytes=free_bytes, speed=speed), given)]
-
-
-def _instances(place: int, device: Device, use: Use, share_milli: int | None) -> list[Room]:
+def instances(place: int, device: Device, slices: int, share_milli: int | None) -> list[Room]:
+    """The largest free instances of a MIG device; for a share, the smallest that have it."""
     profiles = list(PROFILES.items())
     if share_milli is not None:
         enough = [item for item in profiles if item[1].share_milli >= share_milli]
         least = min(item[1].compute for item in enough)
         profiles = [item for item in reversed(enough) if item[1].compute == least]
-    taken, found = use.slices, []
+    found = []
     for name, profile in profiles:
         for start in profile.starts:
-            if not taken & profile.mask(start):
-                taken |= profile.mask(start)
+            if not slices & profile.mask(start):
+                slices |= profile.mask(start)
                 nbytes = device.memory_bytes * profile.memory // _MEMORY_SLICES
                 speed = device.speed * profile.compute / _COMPUTE_SLICES
                 label = f"{device.name}/{name}@{start}"

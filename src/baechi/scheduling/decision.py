@@ -107,13 +107,8 @@ def explore(
 ) -> tuple[Decision, ...]:
     """The Pareto list of decisions, from the fewest devices to the shortest step.
 
-    Of two, the one with more devices has the shorter step. Empty where none was found.
-
-    Args:
-        graph: The graph to place.
-        snapshot: The free devices.
-        wish: The preferences of the scheduler.
-        tried: List-schedule on so many sets of devices at most; by the effort if absent.
+    Of two, the one with more devices has the shorter step. Empty where none was found. At most
+    `tried` sets of devices are list-scheduled on; by the effort if absent.
 
     Raises:
         InputError: The graph is empty, or the wish names what does not exist or contradicts itself.

@@ -35,13 +35,7 @@ _OFFERED: Final = 4
 @final
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A set of devices.
-
-    Attributes:
-        rooms: Indices of the rooms, ascending.
-        bound_ns: Bound on the step, see the module.
-        memory_bytes: Their memory together.
-    """
+    """A set of devices: their rooms' indices, ascending, a bound on the step, and their memory."""
 
     rooms: tuple[int, ...]
     bound_ns: int

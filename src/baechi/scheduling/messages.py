@@ -31,7 +31,6 @@ class Limits:
     Attributes:
         body_bytes: Size of a graph's file.
         message_bytes: Size of any other request.
-        ops: Ops of a graph.
         seconds: Time for one answer.
         waiting: Requests that may wait for a worker.
         graph_bytes: Memory for uploaded graphs; the least recently used are dropped first.
@@ -54,9 +53,7 @@ class ServiceError(BaechiError):
     """A service refuses a request, or did not answer.
 
     Attributes:
-        status: The HTTP status. A request has no token (401), names an unknown graph (404) or
-            exceeds a limit (413, 422); or the service is overloaded or cannot use its ledger (503).
-            0 where there was no answer.
+        status: The HTTP status (docs/embedding.md, "Over HTTP"); 0 where there was no answer.
     """
 
     def __init__(self, message: str, status: int) -> None:

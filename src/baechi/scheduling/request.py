@@ -11,7 +11,7 @@ from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import PROFILES, Room, check_share
 from baechi.scheduling.snapshot import Site
-from baechi.validation import check_count
+from baechi.validation import check_count, check_is
 
 # What the names of a MIG device's instances end with.
 _INSTANCES: Final = frozenset(
@@ -53,8 +53,7 @@ class Wish:
         if self.share_milli is not None:
             object.__setattr__(self, "share_milli", check_share(self.share_milli, "a wish"))
         check_effort(self.effort)
-        if not isinstance(self.constraints, Constraints):
-            raise InputError(f"constraints is {self.constraints!r}; give a baechi.Constraints.")
+        check_is(self.constraints, Constraints, "constraints")
 
 
 def resolved(wish: Wish, graph: OpGraph, site: Site, rooms: Sequence[Room]) -> Wish:

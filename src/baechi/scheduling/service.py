@@ -5,7 +5,6 @@ changes of the ledger are made one after the other in this one.
 """
 
 import hmac
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -75,11 +74,7 @@ def create_app(
 ) -> FastAPI:
     """The service over a ledger, which stays the caller's to close.
 
-    Args:
-        ledger: The ledger of the cluster.
-        token: The bearer token that requests must carry; none if empty.
-        workers: Number of worker processes.
-        limits: Limits on requests.
+    Requests must carry the bearer token, unless that is empty.
     """
     return _Service(ledger, token, workers, limits or Limits()).app
 
@@ -257,31 +252,28 @@ class _Service:
 
 @final
 class _Graphs:
-    """Uploaded graphs by digest; the least recently used are dropped first."""
+    """Uploaded graphs by digest, for one event loop; the least recently used are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
         self._texts: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
 
     def add(self, digest: str, text: str) -> None:
-        with self._lock:
-            self._size += len(text) - len(self._texts.pop(digest, ""))
-            self._texts[digest] = text
-            while self._size > self._most and len(self._texts) > 1:
-                _, old = self._texts.popitem(last=False)
-                self._size -= len(old)
+        self._size += len(text) - len(self._texts.pop(digest, ""))
+        self._texts[digest] = text
+        while self._size > self._most and len(self._texts) > 1:
+            _, old = self._texts.popitem(last=False)
+            self._size -= len(old)
 
     def get(self, digest: str) -> str:
-        with self._lock:
-            if digest not in self._texts:
-                raise ServiceError(
-                    f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
-                    "was restarted or dropped it. Send it to /v1/graphs first.",
-                    404,
-                )
-            self._texts.move_to_end(digest)
-            return self._texts[digest]
+        if digest not in self._texts:
+            raise ServiceError(
+                f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service was "
+                "restarted or dropped it. Send it to /v1/graphs first.",
+                404,
+            )
+        self._texts.move_to_end(digest)
+        return self._texts[digest]
 
 
 @final

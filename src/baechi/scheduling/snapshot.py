@@ -17,11 +17,11 @@ from baechi.scheduling.claims import (
     Room,
     Use,
     check_share,
-    rooms,
+    instances,
     split_name,
 )
 from baechi.units import format_bytes
-from baechi.validation import FrozenDict
+from baechi.validation import FrozenDict, check_choice
 
 
 @final
@@ -47,11 +47,7 @@ class Site:
                 "baechi.Topology belongs."
             )
         for device, how in zip(self.base.devices, self.sharing, strict=True):
-            if how not in SHARINGS:
-                raise InputError(
-                    f"device {device.name!r} is shared by {how!r}; it must be one of "
-                    f"{', '.join(SHARINGS)}."
-                )
+            check_choice(how, SHARINGS, f"the sharing of device {device.name!r}")
             if device.pool and how != "fractional":
                 raise InputError(
                     f"device {device.name!r} of pool {device.pool!r} is shared by {how!r}; what "
@@ -229,10 +225,8 @@ class Snapshot:
     """The free resources at one version of a ledger.
 
     Attributes:
-        site: The devices, as if nothing ran there.
         version: Number of changes of the ledger.
         uses: The part of every device that is taken.
-        jobs: Reservations by job.
     """
 
     site: Site
@@ -245,19 +239,28 @@ class Snapshot:
             object.__setattr__(self, "uses", (UNUSED,) * len(self.site.base.devices))
 
     def rooms(self, share_milli: int | None = None) -> tuple[Room, ...]:
-        """The free parts of the devices, in their order; see `claims.rooms`. O(devices)."""
-        return tuple(
-            room
-            for place, device in enumerate(self.site.base.devices)
-            for room in rooms(
-                place,
-                device,
-                self.site.sharing[place],
-                self.uses[place],
-                self.site.free_bytes(self.uses, place),
-                share_milli,
-            )
-        )
+        """The free parts of the devices, in their order. O(devices).
+
+        A job that wants a share gets no more, and nothing where less is free; a MIG device is cut
+        into the smallest instances that have it. `None` is all that is free.
+        """
+        found: list[Room] = []
+        for place, device in enumerate(self.site.base.devices):
+            use, sharing = self.uses[place], self.site.sharing[place]
+            if sharing == "mig":
+                found += instances(place, device, use.slices, share_milli)
+                continue
+            given = free = WHOLE_MILLI - use.share_milli
+            if sharing == "whole":
+                given = WHOLE_MILLI if use == UNUSED else 0
+            elif share_milli is not None:
+                given = share_milli if share_milli <= free else 0
+            if given:
+                speed = device.speed if given == WHOLE_MILLI else device.speed * given / WHOLE_MILLI
+                nbytes = self.site.free_bytes(self.uses, place)
+                row = replace(device, memory_bytes=nbytes, speed=speed)
+                found.append(Room(place, row, given))
+        return tuple(found)
 
     def part(self, rows: Sequence[Room]) -> Cluster:
         """The cluster of some rooms.

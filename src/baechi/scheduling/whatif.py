@@ -106,12 +106,8 @@ def whatif(
 ) -> WhatIf:
     """The decisions that are possible now and after the end of jobs; nothing is reserved.
 
-    Args:
-        graph: The graph to place.
-        snapshot: The free resources.
-        wish: The preferences of the scheduler.
-        after: Jobs; for each, the decision after its end is made.
-        up_to: The most devices of the curve; 0 is no curve.
+    For each job of `after` the decision after its end is made. The curve goes up to `up_to`
+    devices; 0 is no curve.
 
     Raises:
         ReservationError: A job of `after` has no reservation.

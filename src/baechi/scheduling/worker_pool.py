@@ -40,7 +40,6 @@ class Question(NamedTuple):
 
     Attributes:
         text: The graph's file.
-        request: What is wanted of it.
         state: Version, uses and jobs of the snapshot; every worker has its site already.
     """
 
@@ -53,10 +52,7 @@ class Question(NamedTuple):
 class Workers:
     """A few processes that answer one question each at a time.
 
-    Args:
-        count: How many.
-        site: The devices that questions are about.
-        limits: `seconds` holds for one answer, and as much for waiting for a worker before.
+    The limit in seconds holds for one answer, and as much for waiting for a worker before.
     """
 
     def __init__(self, count: int, site: Site, limits: Limits) -> None:

@@ -257,21 +257,18 @@ def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
     line = json.dumps(raw)
     if not isinstance(raw, dict | list) or not raw or indent + prefix + len(line) < _WIDTH:
         return line
-    inner = " " * (indent + 1)
+    outer, inner = " " * indent, " " * (indent + 1)
     if isinstance(raw, dict):
-        rows = []
-        for name, value in raw.items():
-            key = json.dumps(name) + ": "
-            rows.append(inner + key + _layout(value, indent + 1, len(key) + 1))
-        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+        keys = {json.dumps(name) + ": ": value for name, value in raw.items()}
+        cells = [key + _layout(value, indent + 1, len(key) + 1) for key, value in keys.items()]
+        return f"{{\n{inner}" + f",\n{inner}".join(cells) + f"\n{outer}}}"
     if any(isinstance(value, dict | list) for value in raw):
-        rows = [inner + _layout(value, indent + 1, 1) for value in raw]
-        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
-    rows, row = [], inner
+        cells = [_layout(value, indent + 1, 1) for value in raw]
+        return f"[\n{inner}" + f",\n{inner}".join(cells) + f"\n{outer}]"
+    rows = [inner]
     for cell in map(json.dumps, raw):
-        if len(row) > len(inner) and len(row) + len(cell) + 2 > _WIDTH:
-            rows.append(row.rstrip())
-            row = inner
-        row += cell + ", "
-    rows.append(row.removesuffix(", "))
-    return "[\n" + "\n".join(rows) + "\n" + " " * indent + "]"
+        if len(rows[-1]) > len(inner) and len(rows[-1]) + len(cell) + 2 > _WIDTH:
+            rows[-1] = rows[-1].rstrip()
+            rows.append(inner)
+        rows[-1] += cell + ", "
+    return "[\n" + "\n".join(rows).removesuffix(", ") + f"\n{outer}]"

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
+from baechi.torch_support.torch_internals import Watch
 
 
 @final
@@ -66,7 +66,7 @@ class Meter:
         if before is None:
             self._latest = account
         try:
-            with _Counting(self) if before is None else nullcontext():
+            with Watch(self._made) if before is None else nullcontext():
                 yield
         finally:
             if before is None:
@@ -116,32 +116,20 @@ class Meter:
         with torch.no_grad(), self.counting(account):
             return laid_out(part.clone(), part, tensor)
 
+    def _made(self, _: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Hold every storage that an operator makes, for its thread's account.
+
+        What it returns of its arguments' storages is made by others, but may have grown.
+        """
+        given = distinct_storages((args, kwargs))
+        for key, storage in distinct_storages(result).items():
+            if key not in given or self.knows(storage):
+                self.hold(self.account, storage)
+
     def _release(self, key: int) -> None:
         with self._lock:
             account, nbytes = self._known.pop(key)
             self._live[account] -= nbytes
-
-
-@final
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds, for its thread's account, every storage that an operator makes.
-
-    What it returns of its arguments' storages is made by others, but may have grown.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._meter = meter
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = distinct_storages((args, kwargs))
-        for key, storage in distinct_storages(result).items():
-            if key not in given or self._meter.knows(storage):
-                self._meter.hold(self._meter.account, storage)
-        return result
 
 
 def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:

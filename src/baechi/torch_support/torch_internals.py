@@ -78,12 +78,14 @@ class TapeEnd(torch.autograd.Function):
         return (None, *seeds)
 
 
-def delayed_error(message: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Aliases of the tensors behind a node that keeps nothing and raises in a backward.
+def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors as the beginning of a graph of their own.
 
-    torch puts this node behind a `once_differentiable` backward.
+    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    This node (torch's own, for `once_differentiable`) shares storage and keeps nothing; backward
+    stops at its edges and never runs it.
     """
-    node = torch._C._functions.DelayedError(message, len(tensors) + 1)
+    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
     seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
     found: Sequence[torch.Tensor] = node(seed, *tensors)
     return found[1:]
@@ -107,14 +109,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the number of in-place writes to the tensor's memory, for all its aliases."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def allow_writes(view: torch.Tensor) -> None:
-    """Let autograd treat a view that a function made as one that the caller made.
-
-    It refuses writes into the former, since the function's backward would go unused.
-    """
-    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:

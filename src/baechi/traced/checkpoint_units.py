@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 from typing import final
 
 from baechi.errors import InputError
@@ -43,9 +41,7 @@ def module_paths(traced: TracedOperators) -> tuple[str, ...]:
 def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple[Unit, ...]:
     """The units of the submodules that match some patterns, such as `"h.0"` and `"h.*"`.
 
-    A `*` matches anything, dots too; of nested matches the outermost counts. A submodule whose
-    operators run both before and after an outside operator that depends on them becomes two
-    units, as does a module that is called twice.
+    docs/runtime.md, "What runs forward again", has the rules.
     """
     if not isinstance(patterns, Iterable):
         raise InputError(
@@ -131,6 +127,8 @@ def backward_sequence(traced: TracedOperators, units: Sequence[Unit]) -> list[in
     """
     if not units:
         return list(traced.backward_ops)
+    import networkx
+
     unit_of = unit_of_ops(units)
     before: dict[int, set[int]] = {~k: set() for k in range(len(units))}
     for op in traced.backward_ops:
@@ -143,26 +141,20 @@ def backward_sequence(traced: TracedOperators, units: Sequence[Unit]) -> list[in
             before[maker].add(reader)
             if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
                 before[~unit_of[maker]].add(reader)
-    sorter = TopologicalSorter(before)
+    steps = networkx.DiGraph(before).reverse(copy=False)
+
+    def turn(row: int) -> tuple[int, int]:
+        return (-row, 1) if row >= 0 else (-units[~row].ops[-1], 0)
+
     try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = {unit_of[op] for op in error.args[1] if op in unit_of}
+        return list(networkx.lexicographical_topological_sort(steps, turn))
+    except networkx.NetworkXUnfeasible:
+        circle = {unit_of[op] for op, _ in networkx.find_cycle(steps) if op in unit_of}
         names = ", ".join(repr(units[k].name) for k in sorted(circle))
         raise InputError(
             f"checkpoint: {names} need each other's gradients before their own, so none can run "
             "again first. Name a submodule around them, or only one of them."
         ) from None
-    ready: list[tuple[int, int, int]] = []
-    sequence: list[int] = []
-    while sorter.is_active():
-        for row in sorter.get_ready():
-            turn = (-row, 1, row) if row >= 0 else (-units[~row].ops[-1], 0, row)
-            heappush(ready, turn)
-        *_, row = heappop(ready)
-        sequence.append(row)
-        sorter.done(row)
-    return sequence
 
 
 def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:

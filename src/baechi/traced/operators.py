@@ -24,7 +24,6 @@ class TracedOp:
         saves: Tensors (indices) that autograd saves for its backward.
         saved_bytes: Bytes of internal storage that autograd saves besides those.
         differentiable: Whether it has a backward.
-        random: Whether it draws random numbers.
         group: Equal for ops that must share a device.
         source: The line of the model's source.
         trained: Shape and element size of its parameters with gradients.
@@ -90,13 +89,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TracedOperators:
-    """The operators and tensors of a traced model.
-
-    Attributes:
-        name: The model's class.
-        ops: The operators, in program order.
-        tensors: The tensors between them.
-    """
+    """The operators of a traced model, in program order, and the tensors between them."""
 
     name: str
     ops: tuple[TracedOp, ...]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -31,7 +30,7 @@ from baechi.torch_support.torch_internals import (
     enable_python_dispatcher,
     version_of,
 )
-from baechi.tracing.fx_nodes import node_arguments, schema_arguments
+from baechi.tracing.fx_nodes import node_arguments, nodes_inside, schema_arguments
 from baechi.tracing.guards import CHECK
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
@@ -75,6 +74,14 @@ class NodeFacts:
     random: bool = False
     checks: bool = False
     looks: bool = False
+
+    @property
+    def acts(self) -> bool:
+        """True if it has an effect besides its values."""
+        return bool(self.writes or self.random or self.checks or self.looks)
+
+
+NOTHING: Final = NodeFacts()
 
 
 @final
@@ -265,9 +272,10 @@ class _Recorder(fx.Interpreter):
         before = [
             (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
         ]
-        drawing = _Drawing() if _is_python(n) else None
+        plain = isinstance(n.target, OpOverload)
+        drawing = _Drawing()
         symbolic = enable_python_dispatcher() if str(n.target) in _INTS_ALONE else nullcontext()
-        with drawing or nullcontext(), symbolic:
+        with nullcontext() if plain else drawing, symbolic:
             result = super().run_node(n)
         if n.op == "output":
             return result
@@ -277,20 +285,14 @@ class _Recorder(fx.Interpreter):
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         saved = tuple(dict.fromkeys(self._saved))
-        inner = list(self._inner(n))
-        random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
+        inner = [n, *nodes_inside(n)]
+        random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
         checks = any(str(node.target).startswith(CHECK) for node in inner)
         looks = any(isinstance(node.target, Observer) for node in inner)
         self._facts.nodes[n] = NodeFacts(
             values, structure, frozenset(written), saved, random, checks, looks
         )
         return result
-
-    def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The node, and those of the graphs that it runs, such as a block under autocast."""
-        yield node
-        for argument in node.all_input_nodes:
-            yield from _nodes_of(self.env[argument])
 
     def _value(self, tensor: torch.Tensor, node: fx.Node) -> Value:
         attribute = str(node.target) if node.op == "get_attr" else None
@@ -337,32 +339,9 @@ class _Recorder(fx.Interpreter):
                     if isinstance(arguments.get(name), fx.Node):
                         yield self.env[arguments[name]]
 
-    def _draws(self, n: fx.Node) -> bool:
-        if n.op == "call_module":
-            leaf = self.fetch_attr(str(n.target))
-            return any(module.training and _drops(module) for module in leaf.modules())
-        if n.op != "call_function":
-            return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
-        return _operator_draws(n.target, node_arguments(n))
-
 
 def _is_symbolic(tensor: torch.Tensor) -> bool:
     return any(isinstance(size, SYMBOLIC) for size in tensor.shape)
-
-
-def _is_python(node: fx.Node) -> bool:
-    """True if any operator may run in it: a submodule, a function, a block under autocast."""
-    target = node.target
-    own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
-    return own or node.op == "call_module" or str(target).startswith("wrap_with_")
-
-
-def _nodes_of(value: Any) -> Iterator[fx.Node]:
-    """The nodes of a graph that an operator runs, and of those inside it."""
-    if isinstance(value, fx.GraphModule):
-        yield from value.graph.nodes
-        for inner in value.children():
-            yield from _nodes_of(inner)
 
 
 @final
@@ -377,39 +356,19 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, OpOverload):
-            self.drew |= _operator_draws(func, schema_arguments(func, args, kwargs or {}))
+            self.drew |= _draws(func, schema_arguments(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-_RANDOM_METHODS = ("bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "multinomial")
-_RANDOM_FUNCTIONS = (
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("bernoulli", "normal", "multinomial", "rrelu", "gumbel_softmax"),
-)
-
-
-def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
+def _draws(operator: Any, arguments: Mapping[str, Any]) -> bool:
     if any(arguments.get(name, True) is False for name in _SWITCHES):
         return False
     rates = (arguments.get(name, 1) for name in _PROBABILITIES)
     if any(not isinstance(rate, torch.Tensor) and rate == 0 for rate in rates):
         return False
-    if isinstance(target, OpOverload):
-        seeded = torch.Tag.nondeterministic_seeded in target.tags
-        return (
-            seeded
-            or "dropout" in target.__name__
-            or bool({"dropout", "dropout_p"} & arguments.keys())
-        )
-    name = getattr(target, "__name__", "")
-    return "dropout" in name or name in _RANDOM_FUNCTIONS
-
-
-def _drops(module: torch.nn.Module) -> bool:
-    return any(
-        isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
-        for name in _PROBABILITIES
-    )
+    seeded = torch.Tag.nondeterministic_seeded in operator.tags
+    dropout = "dropout" in operator.__name__ or bool({"dropout", "dropout_p"} & arguments.keys())
+    return seeded or dropout
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,15 @@ from torch import nn
 from baechi.errors import InputError
 from baechi.torch_support.torch_internals import has_own_operators, hooks_of
 from baechi.tracing.guards import Autocast
-from baechi.tracing.pytrees import Number, ObjectChanges, Parts, Structure, is_plain, paths
+from baechi.tracing.pytrees import (
+    MARK,
+    Number,
+    ObjectChanges,
+    Parts,
+    Structure,
+    is_plain,
+    mark_paths,
+)
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -71,17 +79,29 @@ class Call:
     @property
     def names(self) -> tuple[str, ...]:
         """A readable name per tensor."""
-        found = _names(self.structure.fill(self.tensors), torch.Tensor)
+        places = set(self.structure.places)
+        found = [label for i, label in enumerate(self._labels) if i not in places]
         carried = range(len(self.tensors) - len(found))
         return (*found, *(f"number {i}" for i in carried))
 
     @property
     def numbered(self) -> dict[str, Any]:
         """The constants by readable names, in the order of `structure.places`."""
-        marked = self.structure.mapped(lambda _: _Mark())
-        names = _names(marked.fill(self.tensors), _Mark)
-        values = [self.structure.constants[place] for place in self.structure.places]
-        return dict(zip(names, values, strict=False))
+        constants, labels = self.structure.constants, self._labels
+        return {labels[place]: constants[place] for place in self.structure.places}
+
+    @functools.cached_property
+    def _labels(self) -> list[str]:
+        """A readable name for each tensor and constant."""
+        marks = self.structure.mapped(lambda _: MARK)
+        positional, named = marks.fill([MARK] * len(self.tensors))
+        labels = (*(f"args.{i}" for i in range(len(positional))), *named)
+        seen: set[int] = set()
+        return [
+            ".".join((label, *path))
+            for label, value in zip(labels, (*positional, *named.values()), strict=True)
+            for path in mark_paths(value, seen)
+        ]
 
     def with_numbers(self, places: Sequence[int]) -> "Call":
         """The call with some of its ints, by their places among the constants, as sizes.
@@ -108,23 +128,6 @@ class Call:
         """`input [2, 8], mask [8]`, for people."""
         rows = zip(self.names, self.tensors, strict=True)
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
-
-
-@final
-class _Mark:
-    """Stands for a constant."""
-
-
-def _names(arguments: tuple[Sequence[Any], Mapping[str, Any]], kind: type) -> list[str]:
-    """A readable name for each value of a kind among the arguments `(args, kwargs)`."""
-    positional, named = arguments
-    labels = (*(f"args.{i}" for i in range(len(positional))), *named)
-    seen: set[int] = set()
-    return [
-        ".".join((label, *path))
-        for label, value in zip(labels, (*positional, *named.values()), strict=True)
-        for path in paths(value, seen, kind)
-    ]
 
 
 def changes(before: Call, now: Call) -> list[str]:
@@ -180,26 +183,27 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    hooked = any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks"))
-    function = getattr(model.forward, "__func__", None)
-    plain = function is not None and not hooked
-    order = _order(function, len(args), tuple(kwargs or ())) if plain else None
-    if order is not None:
-        given = (*args, *(kwargs or {}).values())
-        return _call(model, (), {name: given[place] for name, place in order})
-    signature = _signature_of(model.forward)
-    try:
-        bound = signature.bind(*args, **(kwargs or {}))
-    except TypeError as error:
-        raise InputError(
-            f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
-            "Give what one real call of the model gets."
-        ) from None
-    if hooked:
-        positional, named = tuple(args), dict(kwargs or {})
-    else:
-        positional, named = _canonical_arguments(signature, bound)
-    return _call(model, positional, named)
+    forward, given = model.forward, (*args, *(kwargs or {}).values())
+    function = getattr(forward, "__func__", None)
+    names = tuple(kwargs or ())
+    order = (
+        _order_in(inspect.signature(forward), len(args), names)
+        if function is None
+        else _order(function, len(args), names)
+    )
+    if order is None:
+        signature = inspect.signature(forward)
+        try:
+            signature.bind(*args, **(kwargs or {}))
+        except TypeError as error:
+            raise InputError(
+                f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
+                "Give what one real call of the model gets."
+            ) from None
+    positional, named = order or ((), ())
+    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
+        return _call(model, tuple(args), dict(kwargs or {}))
+    return _call(model, tuple(given[i] for i in positional), {n: given[i] for n, i in named})
 
 
 def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
@@ -280,46 +284,29 @@ def _strange(structure: Structure) -> str:
     return next(rows, "")
 
 
-def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Without `self`; cached by function, since every call needs it."""
-    function = getattr(forward, "__func__", None)
-    return inspect.signature(forward) if function is None else _signature_of_method(function)
-
-
-@functools.lru_cache(maxsize=64)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(MethodType(function, object()))
+_Order = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
 
 
 @functools.lru_cache(maxsize=256)
-def _order(
-    function: Callable[..., Any], n: int, names: tuple[str, ...]
-) -> tuple[tuple[str, int], ...] | None:
-    """The arguments by name, in the signature's order, each with its place among those given.
+def _order(function: Callable[..., Any], n: int, names: tuple[str, ...]) -> _Order | None:
+    """The same of a method's function: cached, since every call needs it."""
+    return _order_in(inspect.signature(MethodType(function, object())), n, names)
 
-    These are n without a name and then some with one. None if some have no name in the signature,
-    or they do not fit.
+
+def _order_in(signature: inspect.Signature, n: int, names: tuple[str, ...]) -> _Order | None:
+    """The places among those given of the arguments without a name, and of those with one.
+
+    Given are n without a name and then some with one. As many get a name as the signature allows,
+    in its order. None if they do not fit.
     """
-    signature = _signature_of_method(function)
     try:
         bound = signature.bind(*range(n), **{name: n + i for i, name in enumerate(names)})
     except TypeError:
         return None
-    positional, named = _canonical_arguments(signature, bound)
-    return None if positional else tuple(named.items())
-
-
-def _canonical_arguments(
-    signature: inspect.Signature, bound: inspect.BoundArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As many arguments by name as the signature allows, in the signature's order."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    has_rest = any(
-        kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(name)
-        for name, kind in kinds.items()
-    )
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
+    has_rest = any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments)
+    positional: list[int] = []
+    named: dict[str, int] = {}
     for name, value in bound.arguments.items():
         kind = kinds[name]
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -332,4 +319,4 @@ def _canonical_arguments(
             positional.append(value)
         else:
             named[name] = value
-    return tuple(positional), named
+    return tuple(positional), tuple(named.items())

@@ -3,33 +3,26 @@
 `torch.compiler.is_exporting()` and `is_compiling()` return a flag (2.11 to 2.13), which
 `torch.export` sets. Here it is a number whose truth value depends on the calling code: replacing
 the functions would miss code that imported them by name, and `torch._dynamo.is_compiling` and the
-like, which return the flag. Where the eager branch cannot be traced, the last caller before the
-error gets True (`give_way`).
+like, which return the flag.
 
-Reading a fake tensor's value is an error, except where it is known (`KnownValues`): made of shapes
-and constants alone it is the same in every call of these shapes. Known values are computed on the
-CPU: they are the same on every device.
-
-Where sizes are symbols, values are those of the example's sizes. Integers and flags among the
-arguments are known, too, but of these forward may ask truth values alone: `if mask.all():`. Each
-question that depends on a symbol or an argument is kept with its answer (`Question`): the trace
-holds where the answer is the same.
+Values that are known (`KnownValues`) are computed on the CPU: they are the same on every device.
+What forward asks about them is kept (`Questions`): the trace holds where the answers are the same.
 """
 
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
 from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.symbolic_sizes import hint, is_backed
@@ -70,9 +63,9 @@ class EagerBranches:
         return True
 
     @property
-    def questions(self) -> "tuple[Question, ...]":
+    def questions(self) -> "Questions":
         """What the last trace asked that depends on symbolic sizes or on arguments."""
-        return tuple(self._known.questions)
+        return self._known.questions.forget_unasked()
 
     @contextmanager
     def taken(
@@ -193,16 +186,121 @@ _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of l
 
 
 @final
+class Questions:
+    """What forward asked about values of symbolic sizes and of arguments, with the answers.
+
+    The functions on the way there are nodes of a graph, which runs anew for other values.
+    """
+
+    def __init__(self) -> None:
+        self._graph = fx.Graph()
+        self._sizes: dict[fx.Node, torch.SymInt] = {}
+        self._arguments: dict[fx.Node, int] = {}
+        self._constants: dict[fx.Node, torch.Tensor] = {}
+        self._answers: dict[fx.Node, Any] = {}
+        self._with_arguments: set[fx.Node] = set()  # that depend on arguments
+
+    def size(self, size: torch.SymInt) -> fx.Node:
+        """A symbolic size."""
+        node = self._graph.placeholder("size")
+        self._sizes[node] = size
+        return node
+
+    def argument(self, index: int) -> fx.Node:
+        """One of the tensors among the arguments of a call."""
+        node = self._graph.placeholder("argument")
+        self._arguments[node] = index
+        self._with_arguments.add(node)
+        return node
+
+    def made(self, func: Callable[..., Any], arguments: Any, writes: bool = False) -> fx.Node:
+        """The result of a function, which may write into what it gets."""
+
+        def held(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                node = self._graph.placeholder("constant")
+                self._constants[node] = leaf
+                leaf = node
+            if writes and isinstance(leaf, fx.Node) and leaf not in self._sizes:
+                return self.made(torch.clone, ((leaf,), {}))
+            return leaf
+
+        args, kwargs = fx.node.map_aggregate(arguments, held)
+        node = self._graph.call_function(func, args, kwargs)
+        if self._with_arguments & set(node.all_input_nodes):
+            self._with_arguments.add(node)
+        return node
+
+    def ask(self, node: fx.Node, answer: Any) -> None:
+        """Note a question and its answer."""
+        self._answers[node] = answer
+
+    def needs_arguments(self, node: fx.Node | None = None) -> bool:
+        """True if it, or a question, depends on arguments, and not on their sizes alone."""
+        return node in self._with_arguments if node else bool(self._plans[True])
+
+    def forget_unasked(self) -> "Questions":
+        """These, without what no question depends on."""
+        for node in reversed(self._graph.nodes):
+            if not node.users and node not in self._answers:
+                self._graph.erase_node(node)
+                for row in (self._sizes, self._arguments, self._constants):
+                    row.pop(node, None)
+        return self
+
+    @property
+    def sizes(self) -> tuple[torch.SymInt, ...]:
+        """The symbolic sizes."""
+        return tuple(self._sizes.values())
+
+    @cached_property
+    def _plans(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What runs for the questions without and with arguments."""
+        plans = []
+        for kind in (False, True):
+            needed = {node for node in self._answers if (node in self._with_arguments) is kind}
+            for node in reversed(self._graph.nodes):
+                needed.update(node.all_input_nodes if node in needed else ())
+            plans.append([n for n in self._graph.nodes if n in needed and n.op != "placeholder"])
+        return plans[0], plans[1]
+
+    def hold(self, sizes: Sequence[int], tensors: Sequence[torch.Tensor] | None = None) -> bool:
+        """True if the answers are the same where sizes, and arguments, have these values.
+
+        Without arguments it is about the questions that depend on sizes alone, else the others.
+        """
+        plan = self._plans[tensors is not None]
+        if not plan:
+            return True
+        values: dict[Any, Any] = {**self._constants, **dict(zip(self._sizes, sizes, strict=True))}
+        if tensors is not None:
+            values.update({node: tensors[i].cpu() for node, i in self._arguments.items()})
+        try:
+            with untraced():
+                for node in plan:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                    func: Any = node.target
+                    now = values[node] = func(*args, **kwargs)
+                    if node in self._answers:
+                        then = self._answers[node]
+                        if type(now) is not type(then) or now != then:
+                            return False
+        except (RuntimeError, IndexError, TypeError, ValueError):  # a slice of nothing, for one
+            return False
+        return True
+
+
+@final
 class KnownValues(TorchFunctionMode):
     """Keeps the values that are known while a tracer runs a model, and answers with them."""
 
     def __init__(self) -> None:
         super().__init__()
         # A value holds for as long as nothing writes into the tensor or a view of it.
-        # Of each tensor its version, its value, and how that is made if not of constants alone.
+        # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
         self.answered = False
-        self.questions: list[Question] = []
+        self.questions = Questions()
 
     def give(self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]) -> None:
         """Know the numbers and flags among a tracer's arguments by those of an example."""
@@ -210,7 +308,7 @@ class KnownValues(TorchFunctionMode):
             if _is_knowable(row) and not value.is_meta and value.layout is torch.strided:
                 with untraced():  # a copy: the trace is not to see the example itself
                     known = value.cpu().clone()
-                self._known[row] = (version_of(row), known, _Argument(index))
+                self._known[row] = (version_of(row), known, self.questions.argument(index))
 
     def answers(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's value is known; records that the caller relies on it.
@@ -219,14 +317,13 @@ class KnownValues(TorchFunctionMode):
         they are all true, while other values would be looked at for warnings alone.
         """
         row = self._row(tensor)
-        known = row is not None and (tensor.dtype is torch.bool or not _needs_arguments(row[2]))
+        known = row is not None and (
+            tensor.dtype is torch.bool
+            or row[2] is None
+            or not self.questions.needs_arguments(row[2])
+        )
         self.answered |= known
         return known
-
-    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's value, if it is known."""
-        row = self._row(tensor)
-        return None if row is None else row[1]
 
     def _row(self, tensor: torch.Tensor) -> Any:
         row = self._known.get(tensor)
@@ -242,234 +339,100 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
-        given = self._given(func, args, kwargs)
-        leaves = () if given is None else self._leaves(args, kwargs)
-        if given is not None and _asks(func, args, leaves):
+        known = self._known_arguments(func, args, kwargs)
+        if known is not None and self._may_tell(func, args):
             self.answered = True
-            answer, recipe = _computed(func, leaves, given)
-            if recipe is not None:
-                self.questions.append(Question(recipe, answer))
+            answer, node = self._computed(func, *known)
+            if node is not None:
+                self.questions.ask(node, answer)
             return answer
         result = func(*args, **kwargs)
         knowable = _is_exact if getattr(func, "__name__", "") in _EXACT else _is_knowable
-        if given is not None and any(map(knowable, _rows(result))):
+        if known is not None and any(map(knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
-                values, recipe = _computed(func, leaves, given)
-                rows = zip(_rows(result), _rows(values), strict=True)
-                for place, (row, value) in enumerate(rows):
+                values, node = self._computed(func, *known)
+                several = isinstance(values, tuple | list)
+                for place, (row, value) in enumerate(
+                    zip(_rows(result), _rows(values), strict=True)
+                ):
                     if knowable(row) and _form(value) == _form(row):
-                        how = None if recipe is None else _Made(recipe, place)
-                        self._known[row] = (version_of(row), value, how)
+                        part = node
+                        if node is not None and several:
+                            part = self.questions.made(operator.getitem, ((node, place), {}))
+                        self._known[row] = (version_of(row), value, part)
         return result
 
-    def _leaves(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """The flat arguments, with what is known of the tensors."""
-        found: list[Any] = []
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                _, value, how = self._row(leaf)
-                found.append(value if how is None else how)
-            else:
-                found.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
-        return tuple(found)
+    def _may_tell(self, func: Any, args: Any) -> bool:
+        """True if a function asks for values that may be told: of arguments truth values alone."""
+        if func in _TRUTHS or (func is torch.Tensor.item and args[0].dtype is torch.bool):
+            return True
+        node = self._row(args[0])[2] if func in _NUMBERS else None
+        return func in _NUMBERS and (node is None or not self.questions.needs_arguments(node))
 
-    def _given(
+    def _known_arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with values for tensors, on the CPU; None if one is not known."""
+    ) -> tuple[Any, Any] | None:
+        """The arguments as values, on the CPU; and with nodes for the values that may change.
+
+        None if one is not known.
+        """
         if isinstance(func, OpOverload | OpOverloadPacket):  # it may be anyone's, and do anything
             return None
-        if any(isinstance(arg, torch.Tensor) and self.value(arg) is None for arg in args):
+        if any(isinstance(arg, torch.Tensor) and self._row(arg) is None for arg in args):
             return None  # nearly always
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        known: list[Any] = []
-        some = func in _FACTORIES
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                value = self.value(leaf)
-                if value is None:
-                    return None
-                known.append(value)
-                some = True
-            elif isinstance(leaf, torch.device):
-                known.append(torch.device("cpu"))
-            elif _is_number(leaf):
-                known.append(_at(leaf, hint))
-            else:
-                return None
-        name = getattr(func, "__name__", "")
-        if not some or name.startswith((*_UNKNOWN, *_UNKNOWN_TOO)):
+        if getattr(func, "__name__", "").startswith((*_UNKNOWN, *_UNKNOWN_TOO)):
             return None
-        given, named = pytree.tree_unflatten(known, spec)
-        return given, named
+        rows: dict[int, Any] = {}
+        some = func in _FACTORIES
 
+        def value(leaf: Any) -> Any:
+            nonlocal some
+            if isinstance(leaf, torch.Tensor):
+                row = rows[id(leaf)] = self._row(leaf)
+                if row is None:
+                    raise LookupError
+                some = True
+                return row[1]
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not _is_number(leaf):
+                raise LookupError
+            return hint(leaf)
 
-def _computed(
-    func: Any, leaves: tuple[Any, ...], given: tuple[tuple[Any, ...], dict[str, Any]]
-) -> "tuple[Any, _Recipe | None]":
-    """The result of a function, and how to make it if symbolic sizes or arguments are in it."""
-    with untraced():
-        copies = pytree.tree_map_only(torch.Tensor, torch.clone, given)
-        result = func(*copies[0], **copies[1])
-    if not any(isinstance(leaf, _Made | _Argument) or _sizes_in(leaf) for leaf in leaves):
-        return result, None
-    tensors = [leaf for leaf in pytree.tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
-    writes = any(tensor._version for tensor in tensors)
-    return result, _Recipe(func, leaves, pytree.tree_structure(given), writes)
+        def node(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                _, known, how = rows[id(leaf)]
+                return known if how is None else how
+            if isinstance(leaf, torch.SymInt):
+                return self.questions.size(leaf)
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
+        try:
+            values = fx.node.map_aggregate((args, kwargs), value)
+        except LookupError:
+            return None
+        return (values, fx.node.map_aggregate((args, kwargs), node)) if some else None
 
-def _asks(func: Any, args: Any, leaves: Sequence[Any]) -> bool:
-    """True if a function asks for values that may be told: of arguments truth values alone."""
-    if func in _TRUTHS or (func is torch.Tensor.item and args[0].dtype is torch.bool):
-        return True
-    return func in _NUMBERS and not any(map(_needs_arguments, leaves))
+    def _computed(self, func: Any, values: Any, nodes: Any) -> tuple[Any, fx.Node | None]:
+        """The result of a function; and its node if symbolic sizes or arguments are in it."""
+        copies: list[torch.Tensor] = []
 
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.clone()
+                copies.append(leaf)
+            return leaf
 
-def _needs_arguments(leaf: Any) -> bool:
-    return isinstance(leaf, _Argument) or (isinstance(leaf, _Made) and leaf.recipe.needs_arguments)
-
-
-@final
-@dataclass(frozen=True)
-class _Argument:
-    """One of the tensors among the arguments of a call."""
-
-    index: int
-
-
-@final
-@dataclass(frozen=True)
-class _Recipe:
-    """A function of known values, symbolic sizes and arguments.
-
-    Attributes:
-        func: The function.
-        leaves: What it gets, flat.
-        spec: The structure of that.
-        writes: Whether it writes into what it gets.
-    """
-
-    func: Callable[..., Any]
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    writes: bool
-
-    @cached_property
-    def needs_arguments(self) -> bool:
-        """True if the result depends on arguments of the call, and not on their sizes alone."""
-        return any(map(_needs_arguments, self.leaves))
-
-    @cached_property
-    def _places(self) -> Any:
-        """The arguments, with the place of each leaf for the leaf."""
-        return pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-
-    def at(self, values: "_Values") -> Any:
-        """Its result where sizes and arguments have these values."""
-        if id(self) not in values.made:
-            leaves = list(map(values.of, self.leaves))
-            if self.writes:
-                leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-            args, kwargs = (_filled(part, leaves) for part in self._places)
-            values.made[id(self)] = self.func(*args, **kwargs)
-        return values.made[id(self)]
-
-
-@final
-@dataclass(frozen=True)
-class _Made:
-    """One of the tensors that a recipe makes."""
-
-    recipe: _Recipe
-    place: int
-
-
-@final
-class _Values:
-    """The values of sizes and arguments in one call, and what was made of them so far."""
-
-    def __init__(self, size: Callable[[Any], int], tensors: Sequence[torch.Tensor]) -> None:
-        self._size = size
-        self._tensors = tensors
-        self.made: dict[int, Any] = {}
-
-    def of(self, leaf: Any) -> Any:
-        """The value of a leaf."""
-        if isinstance(leaf, _Made):
-            return _rows(leaf.recipe.at(self))[leaf.place]
-        if isinstance(leaf, _Argument):
-            return self._tensors[leaf.index].cpu()
-        return _at(leaf, self._size)
-
-
-@final
-@dataclass(frozen=True)
-class Question:
-    """What forward asked about a value of symbolic sizes or arguments, and the answer."""
-
-    recipe: _Recipe
-    answer: Any
-
-    @property
-    def needs_arguments(self) -> bool:
-        """True if the answer depends on the values of arguments."""
-        return self.recipe.needs_arguments
-
-    @property
-    def sizes(self) -> list[torch.SymInt]:
-        """The symbolic sizes that it depends on."""
-        found: dict[int, torch.SymInt] = {}
-        left, seen = [self.recipe], {id(self.recipe)}
-        while left:
-            for leaf in left.pop().leaves:
-                if isinstance(leaf, _Made) and id(leaf.recipe) not in seen:
-                    seen.add(id(leaf.recipe))
-                    left.append(leaf.recipe)
-                found |= {id(size): size for size in _sizes_in(leaf)}
-        return list(found.values())
-
-
-def same_answers(
-    questions: Sequence[Question],
-    size: Callable[[Any], int],
-    tensors: Sequence[torch.Tensor] = (),
-) -> bool:
-    """True if every question has the same answer where sizes and arguments are these."""
-    if not questions:
-        return True
-    values = _Values(size, tensors)
-    try:
         with untraced():
-            answers = [(question.recipe.at(values), question.answer) for question in questions]
-    except (RuntimeError, IndexError, TypeError, ValueError):  # a slice of nothing, for one
-        return False
-    return all(type(now) is type(then) and now == then for now, then in answers)
-
-
-def _filled(places: Any, leaves: Sequence[Any]) -> Any:
-    """Nested tuples, lists and dicts with leaves for their places; pytree takes thrice the time."""
-    if isinstance(places, int):
-        return leaves[places]
-    if isinstance(places, dict):
-        return {key: _filled(part, leaves) for key, part in places.items()}
-    return type(places)([_filled(part, leaves) for part in places])
-
-
-def _sizes_in(leaf: Any) -> list[torch.SymInt]:
-    parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-    return [part for part in parts if isinstance(part, torch.SymInt)]
-
-
-def _at(leaf: Any, size: Callable[[Any], int]) -> Any:
-    """A number, or a slice, with ints for symbolic sizes."""
-    if isinstance(leaf, slice):
-        return slice(*(_at(part, size) for part in (leaf.start, leaf.stop, leaf.step)))
-    return size(leaf) if isinstance(leaf, torch.SymInt) else leaf
+            args, kwargs = fx.node.map_aggregate(values, copied)
+            result = func(*args, **kwargs)
+        found: list[fx.Node] = []
+        fx.node.map_arg(nodes, found.append)
+        writes = any(map(version_of, copies))
+        return result, self.questions.made(func, nodes, writes) if found else None
 
 
 def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, slice):
-        return all(part is None or is_backed(part) for part in (leaf.start, leaf.stop, leaf.step))
     if isinstance(leaf, torch.SymInt):
         return is_backed(leaf)
     plain = (int, float, bool, type(None), type(...), torch.dtype, torch.layout)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -32,7 +32,7 @@ from baechi.torch_support.torch_internals import (
     hooks_of,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.guards import GradientMode
+from baechi.tracing.guards import OURS, GradientMode
 from baechi.tracing.observers import FORWARD, observes, recording
 from baechi.tracing.workarounds import CustomFunctions
 
@@ -141,7 +141,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(saved_tensors_hooks, "__enter__", _saving)
         # Every public way to compute gradients calls this function.
         replace(torch.autograd, "_engine_run_backward", _gradients)
-        stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
+        stack.enter_context(patch.object(torch.Tensor, "data", _data(), create=True))
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
@@ -150,7 +150,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(*TRACER_CHECK, _untraced)
         replace(inference_mode, "__enter__", _enter_no_grad)
         replace(inference_mode, "__exit__", _exit_no_grad)
-        stack.enter_context(mode.watched())
+        replace(torch, "is_grad_enabled", partial(_grad_enabled, mode))
         yield functions
     if lost:
         raise TraceError(
@@ -228,6 +228,13 @@ def _unnested(
     return own(encoder, src, mask, src_key_padding_mask, is_causal)
 
 
+def _grad_enabled(mode: GradientMode, own: Callable[[], bool]) -> bool:
+    """What the model's code, or torch's layers for it, read is noted."""
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    ours = caller.partition(".")[0] in OURS and not caller.startswith("torch.nn.modules.")
+    return own() if ours else mode.read() and own()
+
+
 def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:
     """False to torch's layers: the tracer is no override."""
     caller = sys._getframe(2).f_globals.get("__name__", "")
@@ -268,25 +275,23 @@ def _exit_no_grad(_: Any, block: Any, *__: Any) -> None:
     torch.set_grad_enabled(block.before)
 
 
-@final
-class _Data:
+def _data() -> property:
     """`Tensor.data` while a tracer runs, which would see its values as a constant."""
+    own: Any = torch._C.TensorBase.data
+    tracer = threading.get_ident()
 
-    def __init__(self) -> None:
-        self._own: Any = torch._C.TensorBase.data
-        self._tracer = threading.get_ident()
+    def is_traced(tensor: Any) -> bool:
+        return isinstance(tensor, FakeTensor) and threading.get_ident() == tracer
 
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        """The tensor without a gradient; in the graph where it is traced."""
-        if tensor is None:
-            return self
-        traced = isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer
-        return tensor.detach() if traced else self._own.__get__(tensor, owner)
+    def read(tensor: Any) -> Any:
+        return tensor.detach() if is_traced(tensor) else own.__get__(tensor)
 
-    def __set__(self, tensor: Any, value: Any) -> None:
-        if isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer:
+    def write(tensor: Any, value: Any) -> None:
+        if is_traced(tensor):
             _refuse("Tensor.data = ...")
-        self._own.__set__(tensor, value)
+        own.__set__(tensor, value)
+
+    return property(read, write)
 
 
 def _assigned(name: str) -> property:

@@ -1,23 +1,11 @@
 """Families: the calls that one trace with symbolic sizes can run.
 
-    first call                     a trace of its sizes alone
-    a second one of other sizes    a trace with symbols for those sizes, and ints, that differ
-    any further one                the sizes are put in for the symbols, and guards are checked
-
-A call is of a family if it differs from the traced one in symbolic sizes alone, and
-
-    places      sizes and strides of arguments are what the symbols say: relations, layouts
-    conditions  all that Python code, the tracer, or a run on fake tensors decided by sizes holds:
-                branches, views or copies
-    lengths     0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
-                torch treats these as special
-    questions   what eager branches asked about sizes and arguments has the same answers
-                (`export_branches`)
-
-Nothing after the trace is symbolic: `facts` are ints, of the same nodes in the same order.
+`docs/runtime.md`, "More than one shape of call", has the guards: relations and layouts of arguments
+(`Family.values`), what was decided by sizes, lengths of 0 and 1 (`holds`), and questions about
+values (`answers`). Nothing after the trace is symbolic: `facts` are ints, of the same nodes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
@@ -32,9 +20,9 @@ from baechi.torch_support.symbolic_sizes import (
     solved,
     symbols_in,
 )
-from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage
+from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call, layout_of, shown
-from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.export_branches import Questions
 from baechi.tracing.pytrees import Structure
 
 # (index of a tensor, dimension); or (-1, place among the constants) of an int.
@@ -95,10 +83,11 @@ def known_places(before: Call, family: "Family | None", call: Call) -> frozenset
     if changes is None:
         return frozenset()
     given = frozenset(place for place in changes if place[0] < len(call.tensors))
-    return frozenset(place for place in places | given if _size_at(call, place) > 1)
+    return frozenset(place for place in places | given if size_at(call, place) > 1)
 
 
-def _size_at(call: Call, place: Place) -> int:
+def size_at(call: Call, place: Place) -> int:
+    """The size, or the int, at a place."""
     index, at = place
     size: int = call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
     return size
@@ -131,9 +120,9 @@ def check_dynamic(dynamic: Any) -> Dynamic:
     return {name: dict(row) for name, row in dynamic.items()}
 
 
-def _spans(call: Call, dynamic: Mapping[str, Any]) -> Iterator[tuple[Place, int, int]]:
+def declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, tuple[int, int]]:
     """The declared sizes of a call, with the smallest and the largest that are meant."""
-    names = call.names
+    names, found = call.names, dict[Place, tuple[int, int]]()
     for name, row in dynamic.items():
         owned = [i for i, own in enumerate(names) if own == name or own.startswith(f"{name}.")]
         if not owned:
@@ -146,22 +135,10 @@ def _spans(call: Call, dynamic: Mapping[str, Any]) -> Iterator[tuple[Place, int,
                 rank = call.tensors[index].dim()
                 if not -rank <= dim < rank:
                     raise InputError(f"dynamic has dimension {dim} of {name!r}, which has {rank}.")
-                span = (what, 2, 2) if isinstance(what, str) else what
-                yield (index, dim % rank), span[1], max(span[2], call.tensors[index].shape[dim])
-
-
-def declared(call: Call, dynamic: Mapping[str, Any]) -> frozenset[Place]:
-    """The declared sizes that are large enough in a call to be symbols."""
-    return frozenset(
-        (index, dim)
-        for (index, dim), least, _ in _spans(call, dynamic)
-        if call.tensors[index].shape[dim] >= least
-    )
-
-
-def largest_declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, int]:
-    """The largest size that is meant, of each that is declared."""
-    return {place: largest for place, _, largest in _spans(call, dynamic)}
+                size = call.tensors[index].shape[dim]
+                _, least, largest = (what, 2, 2) if isinstance(what, str) else what
+                found[index, dim % rank] = least, max(largest, size)
+    return found
 
 
 def dynamic_shapes(call: Call, places: frozenset[Place]) -> tuple[dict[int, Any], ...]:
@@ -185,15 +162,30 @@ def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True)
 class _At:
-    """A number, or several, by their places among those that are used."""
+    """A number by its place among those that are used, or a size by the places of its numbers."""
 
-    places: tuple[int, ...]
-    make: Callable[[Sequence[int]], Any] | None
+    places: int | tuple[int, ...]
 
     def among(self, numbers: Sequence[int]) -> Any:
-        """The number, or what is made of them."""
-        found = [numbers[place] for place in self.places]
-        return found[0] if self.make is None else self.make(found)
+        """The number, or the size."""
+        if isinstance(self.places, int):
+            return numbers[self.places]
+        return torch.Size([numbers[place] for place in self.places])
+
+
+def _changed(
+    facts: Facts, size: Callable[[Any], int], structure: Callable[[Structure], Structure]
+) -> Facts:
+    """The facts with other sizes, and with other structures around values."""
+    nodes = {}
+    for node, fact in facts.nodes.items():
+        values = tuple(
+            replace(v, shape=tuple(map(size, v.shape)), stride=tuple(map(size, v.stride)))
+            for v in fact.values
+        )
+        around = None if fact.structure is None else structure(fact.structure)
+        nodes[node] = replace(fact, values=values, structure=around)
+    return Facts(nodes, [replace(row, nbytes=size(row.nbytes)) for row in facts.storages])
 
 
 @final
@@ -219,30 +211,21 @@ class Family:
         inputs: Sequence[torch.Tensor],
         facts: Facts,
         returned: Structure,
-        questions: Sequence[Question],
+        questions: Questions,
     ) -> None:
         self.call = call
         self.places = places
         self._numbers = numbers_among(places)
         sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
         self._symbols = Symbols(sizes)
-        self._questions = [question for question in questions if not question.needs_arguments]
-        self._of_arguments = [question for question in questions if question.needs_arguments]
-        self._asked_at: dict[tuple[torch.Size, ...], dict[int, int]] = {}
+        self._questions = questions
+        self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
         self._hints: list[int] = []
-        self._facts = facts
-        self._storages = [self._place(storage.nbytes) for storage in facts.storages]
-        self._values: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = [
-            tuple(
-                (tuple(map(self._place, value.shape)), tuple(map(self._place, value.stride)))
-                for value in fact.values
-            )
-            for fact in facts.nodes.values()
-        ]
-        lengths = {i for rows in self._values for shape, _ in rows for i in shape}
-        self._structures = [self._with_places(fact.structure) for fact in facts.nodes.values()]
+        self._facts = _changed(facts, self._place, self._with_places)  # places for sizes
         self._returned = self._with_places(returned)
+        values = (value for fact in self._facts.nodes.values() for value in fact.values)
+        lengths = {place for value in values for place in value.shape}
         self.returns_sizes = any(
             isinstance(c, (torch.SymInt, torch.Size)) for c in returned.constants
         )
@@ -252,9 +235,7 @@ class Family:
             for kind, row in enumerate((value.shape, value.stride()))
             for dim, size in enumerate(row)
         ]
-        self._asked = {
-            id(size): self._place(size) for question in questions for size in question.sizes
-        }
+        self._asked = list(map(self._place, questions.sizes))
         terms = list(self._terms)
         conditions = self._symbols.conditions(symbols_in(terms))
         self.symbols = symbols_in([*terms, *conditions])
@@ -278,32 +259,19 @@ class Family:
             self._hints.append(hint(size))
         return self._terms[term]
 
-    def _with_places(self, structure: Structure | None) -> Callable[[Sequence[int]], Any]:
-        """A function from the numbers that are used to the structure without symbols."""
-        if structure is None:
-            return lambda _: None
-        symbolic = False
+    def _with_places(self, structure: Structure) -> Structure:
+        """A structure with places for the numbers that are symbolic."""
 
         def change(constant: Any) -> Any:
-            nonlocal symbolic
             if isinstance(constant, (torch.SymInt, torch.SymBool)):
-                symbolic = True
-                return _At((self._place(constant),), None)
+                return _At(self._place(constant))
             if isinstance(constant, torch.Size) and any(isinstance(n, SYMBOLIC) for n in constant):
-                symbolic = True
-                return _At(tuple(map(self._place, constant)), torch.Size)
+                return _At(tuple(map(self._place, constant)))
             if isinstance(constant, SYMBOLIC):
                 raise ValueError(f"{constant} is a symbol")
             return constant
 
-        changed = structure.mapped(change)
-        if not symbolic:
-            return lambda _: structure
-
-        def at(numbers: Sequence[int]) -> Structure:
-            return changed.mapped(lambda c: c.among(numbers) if isinstance(c, _At) else c)
-
-        return at
+        return structure.mapped(change)
 
     def _solution(self, symbol: Any) -> tuple[int, int, int, int, int]:
         """The argument's size that tells a symbol: (tensor, kind, dimension, a, b)."""
@@ -360,11 +328,11 @@ class Family:
         for place, was in self._lengths:
             if numbers[place] != was and min(numbers[place], was) < 2:
                 return False
-        return same_answers(self._questions, lambda size: numbers[self._asked[id(size)]])
+        return self._questions.hold([numbers[place] for place in self._asked])
 
     def answers(self, call: Call) -> bool:
         """True if what forward asks the arguments of a call of the family has the same answers."""
-        if not self._of_arguments:
+        if not self._questions.needs_arguments():
             return True
         key = tuple(tensor.shape for tensor in call.tensors)
         if key not in self._asked_at:
@@ -373,9 +341,8 @@ class Family:
             values = self.values(call)
             assert values is not None  # it is of the family
             numbers = self._numbers_at(*values)
-            self._asked_at[key] = {size: numbers[place] for size, place in self._asked.items()}
-        sizes = self._asked_at[key]
-        return same_answers(self._of_arguments, lambda size: sizes[id(size)], call.tensors)
+            self._asked_at[key] = [numbers[place] for place in self._asked]
+        return self._questions.hold(self._asked_at[key], call.tensors)
 
     def fixes(self, call: Call) -> str:
         """A size or int, for people, that differs in a call and has no symbol; empty if none."""
@@ -429,24 +396,14 @@ class Family:
 
     def returned(self, values: Sequence[int]) -> Structure:
         """The structure of the results."""
-        found: Structure = self._returned(self._numbers_at(*values))
-        return found
+        return _filled(self._returned, self._numbers_at(*values))
 
     def facts(self, values: Sequence[int]) -> Facts:
         """The effects of every node."""
         numbers = self._numbers_at(*values)
-        number = numbers.__getitem__
-        old = self._facts
-        nodes: dict[Any, NodeFacts] = {}
-        rows = zip(old.nodes.items(), self._values, self._structures, strict=True)
-        for (node, fact), sizes, structure in rows:
-            known = tuple(
-                replace(value, shape=tuple(map(number, shape)), stride=tuple(map(number, stride)))
-                for value, (shape, stride) in zip(fact.values, sizes, strict=True)
-            )
-            nodes[node] = replace(fact, values=known, structure=structure(numbers))
-        storages = [
-            Storage(numbers[place], storage.node, storage.attribute)
-            for storage, place in zip(old.storages, self._storages, strict=True)
-        ]
-        return Facts(nodes, storages)
+        return _changed(self._facts, numbers.__getitem__, lambda each: _filled(each, numbers))
+
+
+def _filled(structure: Structure, numbers: Sequence[int]) -> Structure:
+    """A structure with numbers in their places."""
+    return structure.mapped(lambda c: c.among(numbers) if isinstance(c, _At) else c)

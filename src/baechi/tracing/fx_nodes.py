@@ -1,9 +1,8 @@
 """Nodes of traced graphs: names, arguments by name, the model's own lines, and rewrites.
 
-Nodes without effect (`without_effectless`) are checks, and casts to the type that is there. The
-checks are of shapes and types, which a placed module compares at each call anyway. A cast that
-returns its input unchanged separates one reader of that tensor from the others: autograd would sum
-the gradients in another order than the model's, and so round differently.
+Nodes without effect (`without_effectless`) are checks of shapes and types, and casts to the type
+that is there. Such a cast separates one reader of a tensor from the others: autograd would sum the
+gradients in another order than the model's, and so round differently.
 
 Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
 each of the two gradients by itself to those of the value's other readers. A reader on another tape
@@ -15,8 +14,10 @@ and `einsum` are many nodes: there the sum may round otherwise.
 
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,24 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def target_name(node: fx.Node) -> str:
+    """What a node runs; a function by its name, since its text would have its address."""
+    if isinstance(node.target, FunctionType | BuiltinFunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+    return str(node.target)
+
+
+def nodes_inside(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a node runs, such as a block under autocast, in order."""
+    for given in node.all_input_nodes:
+        owner = given.graph.owning_module
+        if given.op == "get_attr" and owner is not None:
+            value = attrgetter(str(given.target))(owner)
+            for inner in value.graph.nodes if isinstance(value, fx.GraphModule) else ():
+                yield inner
+                yield from nodes_inside(inner)
 
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@
                    code sees the caller's mode, and where it reads it, the trace is of that mode
     Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
                    or `config.output_hidden_states = True` the model is another program
+    HeldObjects    what all these look at, by identity: some nanoseconds for each element
     TruthValues    `if torch.isnan(x).any(): ...`: those of the example, checked in every call
 
 Where forward branches on truth values, the model runs once on real tensors, and its truth values
@@ -15,8 +16,6 @@ import argparse
 import copy
 import dataclasses
 import linecache
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,18 +26,17 @@ from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, final
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL
-from baechi.tracing.held_objects import HeldObjects, containers
 
 _KINDS: Final = ("cpu", "cuda")
-_OURS: Final = ("torch", "baechi")  # whose code is not the model's
+OURS: Final = ("torch", "baechi")  # whose code is not the model's
 
 
 @final
@@ -89,20 +87,46 @@ class GradientMode:
         self._was_read = True
         return self._on
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Run the model's Python inside a tracer."""
-        own, tracer = torch.is_grad_enabled, threading.get_ident()
 
-        def is_grad_enabled() -> bool:
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-            ours = caller.partition(".")[0] in _OURS and not caller.startswith("torch.nn.modules.")
-            if threading.get_ident() != tracer or ours:
-                return own()
-            return self.read() and own()
+@final
+class HeldObjects:
+    """The elements of dicts, lists and sets, and attributes of other objects, as they are now.
 
-        with patch.object(torch, "is_grad_enabled", is_grad_enabled):
-            yield
+    An equal element that is not the very same object counts as another one, except in sets. What an
+    element holds itself does not count, unless it is among the holders, too.
+
+    Args:
+        holders: Dicts, lists and sets.
+        attributes: Other objects, each with names of attributes that it has.
+    """
+
+    def __init__(
+        self, holders: Iterable[Any], attributes: Iterable[tuple[Any, tuple[str, ...]]] = ()
+    ) -> None:
+        self._holders = list({id(holder): holder for holder in holders}.values())
+        self._rows = list(map(_row, self._holders))
+        for owner, names in attributes:
+            self._holders.append(owner)
+            self._rows.append(tuple(x for name in names for x in (name, getattr(owner, name))))
+
+    def are_same(self) -> bool:
+        """True if all hold what they held."""
+        return same_contents(self._holders, self._rows)
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """The dicts, lists and sets among values, and those that are inside."""
+    for value in values:
+        if isinstance(value, dict | list | set):
+            yield value
+        if isinstance(value, dict | list | tuple):
+            yield from _containers(value.values() if isinstance(value, dict) else value)
+
+
+def _row(holder: Any) -> Any:
+    if isinstance(holder, dict):
+        return tuple(x for row in holder.items() for x in row)
+    return tuple(holder) if isinstance(holder, list) else frozenset(holder)
 
 
 _ITSELF: Final = (MethodType, partial, torch.Tensor)  # compared by identity
@@ -259,7 +283,7 @@ class Attributes:
                 *others,
                 *(owner for owner in owners if isinstance(owner, dict)),
                 *(owner for _, owner, _, _ in self._records),
-                *containers(row.values() for row in self._rows),
+                *_containers(row.values() for row in self._rows),
             ),
             {
                 (id(holder), row.names): (holder, row.names)
@@ -310,7 +334,7 @@ def _is_record(value: Any, depth: int = 3) -> bool:
     Or any object that holds plain values and records alone.
     """
     kind = type(value)
-    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in _OURS:
+    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in OURS:
         return False
     if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
         return True
@@ -459,7 +483,7 @@ def _words(answer: bool) -> str:
 def model_line() -> str:
     """The innermost line that runs now and is neither torch's nor ours."""
     for frame, line in traceback.walk_stack(None):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OURS:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in OURS:
             file = frame.f_code.co_filename
             return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
     return "a line of its own"

@@ -10,25 +10,21 @@ Each rung traces the same flat function (`calling_convention.flat_model`). The r
 those above failed, with the model's own line, are kept in `Traced.attempts`.
 """
 
-import inspect
 import linecache
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
-from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
-from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export, shown_on_cpu
+from baechi.torch_support.torch_internals import frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import (
@@ -40,27 +36,24 @@ from baechi.tracing.alias_analysis import (
     quiet,
 )
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
-from baechi.tracing.export_branches import EagerBranches, Question
+from baechi.tracing.export_branches import EagerBranches, Questions
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     read_once,
-    schema_arguments,
     without_effectless,
     without_whole_slices,
 )
-from baechi.tracing.guards import Attributes, Autocast, GradientMode, TruthValue, TruthValues
+from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace
+from baechi.tracing.guards import Attributes, GradientMode, TruthValue, TruthValues
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.observers import in_turn, reads_noted, without_observers
-from baechi.tracing.pytrees import Structure, tensors_in
+from baechi.tracing.pytrees import Structure
 from baechi.tracing.side_effects import (
     OutsideTensors,
-    buffers_in_place,
-    fakes_removed,
-    refuse_hidden_parameters,
+    buffers_kept,
     unchanged,
 )
-from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
 
 
@@ -71,8 +64,7 @@ class Capture:
 
     module: fx.GraphModule
     returned: Structure
-    replaced: tuple[str, ...] = ()  # buffers
-    questions: tuple[Question, ...] = ()
+    questions: Questions = field(default_factory=Questions)
 
 
 def _non_strict(
@@ -83,13 +75,12 @@ def _non_strict(
     truth_values: list[TruthValue] | None = None,
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
-    replaced: list[str] = []
     outside = OutsideTensors()
 
     @contextmanager
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(buffers_in_place(model, replaced=replaced))
+            stack.enter_context(buffers_kept(model))
             stack.enter_context(branches.taken(tensors, call.tensors))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
@@ -116,7 +107,7 @@ def _non_strict(
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
-        return Capture(module, returned[-1], tuple(replaced), branches.questions)
+        return Capture(module, returned[-1], branches.questions)
 
 
 def _truth_values(
@@ -145,115 +136,9 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
         torch.func.functional_call(flat, copies, inputs)
 
 
-@final
-class _ModuleTracer(fx.Tracer):
-    """fx's tracer, with buffers as nodes and with chosen submodules as opaque leaves."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
-        super().__init__()
-        self._own = own_modules(model)
-        self._opaque = opaque
-        self._modes = _modes()
-        self.path: list[str] = []
-
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node with the model's own line, as nodes of `torch.export` have it."""
-        if _modes() != self._modes:
-            raise RuntimeError("forward switches gradients or autocast, which fx would lose")
-        if target in _AUTOGRAD:
-            raise RuntimeError("forward looks at autograd's graph, which a trace does not have")
-        node = super().create_node(kind, target, *args, **kwargs)
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__") not in self._own:
-            frame = frame.f_back
-        if frame is not None and node.op not in ("placeholder", "output"):
-            code = frame.f_code
-            row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
-            node.stack_trace = "".join(traceback.format_list([row]))
-        return node
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._opaque or super().is_leaf_module(
-            m, module_qualified_name
-        )
-
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        path = self.path_of_module(m)
-        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
-            return super().call_module(m, forward, args, kwargs)
-        self.path.append(path)
-        result = super().call_module(m, forward, args, kwargs)
-        self.path.pop()  # not in a `finally`: after an error the path is that of the error
-        return result
-
-
-_AUTOGRAD = (
-    *(torch.autograd.grad, torch.autograd.backward),
-    *("backward", "register_hook", "requires_grad_", "retain_grad"),
-)
-
-
-def _modes() -> tuple[bool, Autocast]:
-    return torch.is_grad_enabled(), Autocast.current()
-
-
-@contextmanager
-def _nothing_kept(model: nn.Module, _: Sequence[Any]) -> Iterator[None]:
-    """Run the model's Python for a tracer that loses what it replaces and remembers."""
-    with fakes_removed(model), buffers_in_place(model, keep=False):
-        yield
-
-
 def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    """Trace with fx, and with ever more submodules opaque: the innermost that fails each time."""
-    flat, returned = flat_model(model, call, _nothing_kept)
-    opaque: frozenset[str] = frozenset()
-    while True:
-        tracer = _ModuleTracer(model, opaque)
-        try:
-            module = _symbolic_module(model, flat, tracer, mode, call)
-            return Capture(module, returned[-1])
-        except TraceError:
-            raise
-        except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
-            inner = tracer.path[-1] if tracer.path else "model"
-            if inner == "model":
-                raise
-            opaque |= {inner}
-
-
-def _symbolic_module(
-    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
-) -> fx.GraphModule:
-    with watched(model, mode), _NothingLost(), _types_unasked(model):
-        graph = tracer.trace(flat)
-    module = fx.GraphModule(flat, graph)
-    facts = propagate(module, call.tensors)
-    _refuse_frozen(module, facts)
-    refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
-    return module
-
-
-@contextmanager
-def _types_unasked(model: nn.Module) -> Iterator[None]:
-    """Refuse `isinstance` in the model's code on what fx sees as a proxy."""
-
-    def ask(value: Any, kinds: Any) -> bool:
-        if isinstance(value, fx.Proxy):
-            raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
-        return isinstance(value, kinds)
-
-    is_tensor = patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor))
-    with _seen_by(model, "isinstance", ask), is_tensor:
-        yield
+    """Trace with fx, and with submodules opaque that it cannot trace."""
+    return Capture(*symbolic_trace(mode, model, call))
 
 
 @contextmanager
@@ -264,65 +149,8 @@ def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
         sized = isinstance(value, torch.Tensor) and value.dim()
         return value.shape[0] if sized else len(value)
 
-    with _seen_by(model, "len", length):
+    with seen_by(model, "len", length):
         yield
-
-
-@contextmanager
-def _seen_by(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a builtin function be another one in the model's code, where that has none itself."""
-    scopes = [vars(sys.modules[each]) for each in own_modules(model) if each in sys.modules]
-    scopes = [scope for scope in scopes if name not in scope]
-    for scope in scopes:
-        scope[name] = function
-    try:
-        yield
-    finally:
-        for scope in scopes:
-            del scope[name]
-
-
-_MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
-
-
-@final
-class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A check that nothing fx cannot see draws or writes, since a trace would freeze that."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError("forward draws random numbers, which fx would freeze")
-        if func._schema.is_mutable:
-            named = schema_arguments(func, args, kwargs)
-            infos = {row.name: row.alias_info for row in func._schema.arguments}
-            written = [
-                value for name, value in named.items() if infos[name] and infos[name].is_write
-            ]
-            if _storages(written).keys() - self._made:
-                raise RuntimeError("forward writes into a tensor of before, which fx would lose")
-        before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
-        result = func(*args, **kwargs)
-        self._made |= {key: t for key, t in _storages(result).items() if key not in before}
-        return result
-
-
-def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
-    return distinct_storages([t for t in tensors_in(value) if t.layout is torch.strided])
-
-
-def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        if str(node.target).startswith(_MADE):
-            if any(value.storage in facts.written for value in facts.nodes[node].values):
-                raise RuntimeError("forward writes into a tensor that it makes: fx would freeze it")
-            if any(user.op == "output" for user in node.users):
-                raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
 
 
 _TRUTHS: Final = "truth values of the example"
@@ -344,12 +172,6 @@ def ladder(
     yield name, values
     while branches.give_way():
         yield f"{name}{branches}", values
-
-
-def own_modules(model: nn.Module) -> set[str]:
-    """The Python modules of the model's classes, without torch's."""
-    names = {type(part).__module__ for part in model.modules()}
-    return {name for name in names if not name.startswith("torch.")}
 
 
 def trace(
@@ -519,29 +341,9 @@ def _lowered(
         facts, returned = family.facts(family.traced_at), family.returned(family.traced_at)
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
-    _refuse_old_buffers(captured, facts)
     kept = _kept(call, facts)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions)
-
-
-def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:
-    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value."""
-    names = {f"model.{name}": name for name in captured.replaced}
-    graph = captured.module.graph
-    olds = {
-        value.storage: names[str(node.target)]
-        for node in graph.find_nodes(op="get_attr")
-        if str(node.target) in names
-        for value in facts.nodes[node].values
-    }
-    for result in graph.output_node().all_input_nodes:
-        for value in facts.nodes[result].values:
-            if value.storage in olds:
-                raise RuntimeError(
-                    f"forward returns what buffer {olds[value.storage]!r} was before it replaces "
-                    "it; let it return a clone"
-                )
 
 
 def _kept(call: Call, facts: Facts) -> Call:

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -19,12 +18,11 @@ from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
-from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.export_branches import Questions
 from baechi.tracing.families import Family
-from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.fx_nodes import op_name, source_line, target_name
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
@@ -62,7 +60,7 @@ class TracedModule:
     gradients: bool | None = None
     family: Family | None = None
     reads: Set[tuple[int, str]] = frozenset()
-    questions: tuple[Question, ...] = ()
+    questions: Questions = field(default_factory=Questions)
 
     def answers(self, call: Call) -> bool:
         """True if forward would ask the arguments of a call what it asked, with the same answers.
@@ -71,7 +69,7 @@ class TracedModule:
         """
         if self.family is not None:
             return self.family.answers(call)
-        return same_answers(self.questions, int, call.tensors)
+        return self.questions.hold(list(map(int, self.questions.sizes)), call.tensors)
 
 
 def lower(
@@ -79,7 +77,7 @@ def lower(
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     """The operators and tensors of a flat graph, and what runs of them."""
     parts = Partition(module, facts)
-    lowering = _Lowering(model, module, facts, parts)
+    lowering = Lowering(model, module, facts, parts)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
     if str(call.autocast):  # the same operator costs something else
@@ -88,40 +86,6 @@ def lower(
     attributes = Attributes(model)
     traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
-
-
-def resized(traced: Traced, values: Sequence[int]) -> Traced:
-    """A traced family where its symbols have these values; for graphs, not for a profile.
-
-    Keys, by which costs are known, are those of the trace.
-    """
-    module: TracedModule = traced.module
-    assert module.family is not None
-    facts = module.family.facts(values)
-    parts = Partition(module.graph_module, facts)
-    lowering = _Lowering(module.model, module.graph_module, facts, parts)
-    rows = lowering.tensors()
-    inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
-    ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))
-    module = replace(module, facts=facts)
-    return replace(traced, ops=tuple(ops), tensors=tuple(row for row, _ in rows), module=module)
-
-
-def sized(traced: Traced, values: Sequence[int]) -> Traced:
-    """A traced family where its symbols have these values: an ordinary trace, to be profiled.
-
-    The example has those sizes, too, filled with what it holds, again and again.
-    """
-    module: TracedModule = traced.module
-    assert module.family is not None
-    if tuple(values) == module.family.traced_at:
-        return traced
-    facts, call = module.family.facts(values), module.family.call_at(values)
-    ops, tensors, found = lower(
-        *(module.model, module.graph_module, facts, call, module.family.returned(values))
-    )
-    found = replace(found, attributes=module.attributes, gradients=module.gradients)
-    return replace(traced, ops=ops, tensors=tensors, module=found)
 
 
 @final
@@ -138,7 +102,7 @@ class _Owned:
 
 
 @final
-class _Lowering:
+class Lowering:
     """The operators and tensors of one partition."""
 
     def __init__(
@@ -275,6 +239,7 @@ class _Lowering:
         return any(value.requires_grad for value in self._results(op))
 
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
+        """The operators, with these tensors between them."""
         tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
         read = [row for row, _ in tensors if row.consumers or row.kept]
         linked = {op for row in read for op in (row.producer, *row.consumers)}
@@ -466,7 +431,7 @@ def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
         if node.op in ("placeholder", "get_attr"):
             rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
             continue
-        target = _show_target(node.target)
+        target = target_name(node)
         if node.op == "call_module":
             leaf = module.get_submodule(target)
             state = [*leaf.parameters(), *leaf.buffers()]
@@ -474,12 +439,6 @@ def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
         arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
         rows.append(f"{node.op} {target}{arguments}")
     return "; ".join(rows)
-
-
-def _show_target(target: Any) -> str:
-    if isinstance(target, FunctionType):  # its text would have its address
-        return f"{target.__module__}.{target.__qualname__}"
-    return str(target)
 
 
 def _show_graph(graph: Any) -> str:
@@ -493,7 +452,7 @@ def _show_graph(graph: Any) -> str:
             value = attribute(graph, str(node.target))
             rows.append(_show_graph(value) if isinstance(value, nn.Module) else str(value.shape))
         else:
-            target = "" if node.op == "placeholder" else _show_target(node.target)
+            target = "" if node.op == "placeholder" else target_name(node)
             arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{local[n]}")
             rows.append(f"{target}{arguments}")
     return f"{{{'; '.join(rows)}}}"

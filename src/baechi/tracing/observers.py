@@ -3,12 +3,8 @@
     hook = lambda module, args, output: seen.append(output.detach())
 
 Such a hook is a node of the graph that yields nothing. It belongs to the operator that makes the
-last of what it sees, and follows the observer before it, so that observers run in the model's order
-wherever they are. What leaves another operator it sees without its graph.
-
-That it returns nothing is read from its code, since a hook may print or count, which it must not do
-when a model is traced: every `return` is without a value, or a lambda calls what is known to return
-nothing. Another hook is traced with the model. What is wrong about either is seen when it runs.
+last of what it sees, and follows the observer before it. That it returns nothing is read from its
+code: a hook may print or count, which it must not do when a model is traced.
 """
 
 import builtins
@@ -20,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, takewhile
-from operator import attrgetter, is_
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -36,6 +32,7 @@ from baechi.torch_support.torch_internals import (
     state_of,
     version_of,
 )
+from baechi.tracing.fx_nodes import nodes_inside
 from baechi.tracing.pytrees import Parts, Structure
 
 FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -136,14 +133,9 @@ def recording(hook: Callable[..., Any], title: str, record: Record) -> Callable[
 def observers_in(nodes: Iterable[fx.Node]) -> Iterator[Observer]:
     """The observers among the nodes, and in the graphs that these run."""
     for node in nodes:
-        if isinstance(node.target, Observer):
-            yield node.target
-        for given in node.all_input_nodes:
-            owner = given.graph.owning_module
-            if given.op == "get_attr" and owner is not None:
-                value = attrgetter(str(given.target))(owner)
-                if isinstance(value, fx.GraphModule):
-                    yield from observers_in(value.graph.nodes)
+        for each in (node, *nodes_inside(node)):
+            if isinstance(each.target, Observer):
+                yield each.target
 
 
 def in_turn(module: fx.GraphModule) -> fx.GraphModule:
@@ -227,7 +219,10 @@ def _is_note(function: FunctionType, rows: list[dis.Instruction]) -> bool:
     start = next((i for i, row in enumerate(rows) if row.opname.startswith(_LOADS)), len(rows))
     name = str(rows[start].argval) if start < len(rows) else ""
     scopes = inspect.getclosurevars(function)
-    known = {**scopes.builtins, **scopes.globals, **scopes.nonlocals, **_defaults(function)}
+    known = {**scopes.builtins, **scopes.globals, **scopes.nonlocals}
+    for given in inspect.signature(function).parameters.values():
+        if given.default is not inspect.Parameter.empty:
+            known[given.name] = given.default
     if name not in known:  # the module, or what it got or gave
         return "retain_grad" in function.__code__.co_names
     called = known[name]
@@ -237,8 +232,3 @@ def _is_note(function: FunctionType, rows: list[dis.Instruction]) -> bool:
         return observes(called)
     owner = getattr(called, "__self__", called)
     return owner is builtins or isinstance(owner, _NOTES)
-
-
-def _defaults(function: FunctionType) -> dict[str, Any]:
-    rows = inspect.signature(function).parameters.values()
-    return {row.name: row.default for row in rows if row.default is not inspect.Parameter.empty}

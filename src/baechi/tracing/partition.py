@@ -22,7 +22,7 @@ from typing import Any, final
 import networkx
 from torch import fx, nn
 
-from baechi.tracing.alias_analysis import Facts, Value
+from baechi.tracing.alias_analysis import NOTHING, Facts, Value
 
 
 @final
@@ -46,6 +46,15 @@ class UnionFind:
             self._parent[root] = min(roots)
 
 
+def living(graph: fx.Graph, facts: Facts) -> list[fx.Node]:
+    """The nodes that are read by others or the output, or that write, draw or look at a value."""
+    alive: set[fx.Node] = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in alive or node.op == "placeholder" or facts.nodes.get(node, NOTHING).acts:
+            alive.update((node, *node.all_input_nodes))
+    return [node for node in graph.nodes if node in alive]
+
+
 @final
 class Partition:
     """The operators of a flat graph.
@@ -65,9 +74,8 @@ class Partition:
     def __init__(self, module: fx.GraphModule, facts: Facts) -> None:
         self._module = module
         self._facts = facts
-        self.program = [n for n in module.graph.nodes if n.op != "output"]
-        self.output = next(n for n in module.graph.nodes if n.op == "output")
-        self._drop_dead()
+        self.program = living(module.graph, facts)
+        self.output = module.graph.output_node()
         self.storage_of = {
             id(attribute(module, str(node.target))): facts.nodes[node].values[0].storage
             for node in self.program
@@ -81,17 +89,6 @@ class Partition:
         self._join_views()
         self._join_cycles()
         self._number_ops()
-
-    def _drop_dead(self) -> None:
-        """Drop nodes without users that neither write, draw nor look at a tensor's value."""
-        alive: set[fx.Node] = set(self.output.all_input_nodes)
-        for node in reversed(self.program):
-            facts = self._facts.nodes[node]
-            acts = facts.writes or facts.random or facts.checks or facts.looks
-            if node in alive or acts or node.op == "placeholder":
-                alive.add(node)
-                alive.update(node.all_input_nodes)
-        self.program = [node for node in self.program if node in alive]
 
     def _find_readers(self) -> None:
         """The positions of the nodes that touch each storage, in program order."""

@@ -2,7 +2,7 @@
 
 Tuples and what else pytree knows are opened by pytree. Lists, dicts and dataclasses, and objects of
 any class where they are looked into, such as a cache of keys, are objects: one that is found twice
-stays one.
+stays one. Subclasses of lists and dicts, which may hold attributes besides, are not looked into.
 
 A call may change the objects among its arguments. A trace runs on copies of them; their contents
 afterwards are what a call must leave in the caller's objects: tensors that it computed, numbers as
@@ -21,40 +21,21 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-_CONTAINERS: Final = (OrderedDict, dict, list, deque)  # a subclass before its base
-_EXACT: Final = frozenset((*_CONTAINERS, defaultdict))
+_SEQUENCES: Final = (list, deque)
+_CONTAINERS: Final = (*_SEQUENCES, dict, OrderedDict, defaultdict)
 
-
-@final
-@dataclass(frozen=True)
-class Contents:
-    """The contents of an object.
-
-    Attributes:
-        keys: Of its items, if it is a dict.
-        n_items: The number of items among the values; the others are attributes.
-        names: Of its attributes; None if these are its items.
-    """
-
-    keys: tuple[Any, ...]
-    n_items: int
-    names: tuple[str, ...] | None
-
-    @property
-    def labels(self) -> tuple[Any, ...]:
-        """Of all values."""
-        return (*(self.keys or range(self.n_items)), *(self.names or ()))
+Labels = tuple[Any, ...]  # keys of a dict, positions in a list, or names of attributes
 
 
 def is_container(value: Any) -> bool:
     """True if it is a plain list, dict or deque, not of a subclass."""
-    return type(value) in _EXACT
+    return type(value) in _CONTAINERS
 
 
 def _can_hold(value: Any) -> bool:
     """True if the value can hold others, which `_contents` returns."""
-    if isinstance(value, _CONTAINERS):
-        return True
+    if isinstance(value, _CONTAINERS):  # a subclass may have attributes beside its items
+        return False
     slotted = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if not (slotted or hasattr(value, "__dict__")):
         return False
@@ -65,67 +46,34 @@ def _can_hold(value: Any) -> bool:
     return True
 
 
-def _contents(value: Any) -> tuple[Contents, tuple[Any, ...]]:
-    """The current contents of an object, and the values themselves: items, then attributes."""
-    keys: tuple[Any, ...] = ()
-    items: tuple[Any, ...] = ()
-    if isinstance(value, dict):
-        base = _dict_class(value)
-        keys, items = tuple(base.keys(value)), tuple(base.values(value))
-    elif isinstance(value, list | deque):
-        items = tuple(value)
-    if _is_its_own_dict(value):
-        return Contents(keys, len(items), None), items
-    attributes = {} if is_container(value) else _attributes(value)
-    return Contents(keys, len(items), tuple(attributes)), (*items, *attributes.values())
-
-
-def _dict_class(value: dict[Any, Any]) -> Any:
-    """The class whose methods no subclass has replaced."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
-def _is_its_own_dict(value: Any) -> bool:
-    """True if `value.x` is `value["x"]`, as in classes called AttrDict."""
-    return getattr(value, "__dict__", None) is value
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    own = getattr(value, "__dict__", None)
-    if own is None and dataclasses.is_dataclass(value):  # one with slots
+def _contents(value: Any) -> tuple[Labels, tuple[Any, ...]]:
+    """The current contents of an object: labels, and the values themselves."""
+    if isinstance(value, _SEQUENCES):
+        return tuple(range(len(value))), tuple(value)
+    own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if own is None:  # a dataclass with slots
         names = (field.name for field in dataclasses.fields(value))
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return dict(own or {})
+        own = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return tuple(own), tuple(own.values())
 
 
 def _empty(like: Any) -> Any:
     """A new object of the same class that holds nothing; its `__init__` does not run."""
-    kind = type(like)
-    base = next((base for base in _CONTAINERS if issubclass(kind, base)), object)
-    new: Any = base.__new__(kind)
     if isinstance(like, defaultdict):
-        new.default_factory = like.default_factory
-    elif isinstance(like, deque):
-        deque.__init__(new, (), like.maxlen)
-    if _is_its_own_dict(like):
-        new.__dict__ = new
-    return new
+        return defaultdict(like.default_factory)
+    if isinstance(like, deque):
+        return deque(maxlen=like.maxlen)
+    return type(like)() if is_container(like) else object.__new__(type(like))
 
 
-def _refill(value: Any, what: Contents, values: Sequence[Any]) -> None:
+def _refill(value: Any, labels: Labels, values: Sequence[Any]) -> None:
     """Let an object hold this and nothing else; it stays the same object."""
-    items, attributes = values[: what.n_items], values[what.n_items :]
-    if isinstance(value, list | deque):
+    if isinstance(value, _SEQUENCES):
         value.clear()
-        value.extend(items)
-    elif isinstance(value, dict):
-        base = _dict_class(value)
-        base.clear(value)
-        base.update(value, zip(what.keys, items, strict=True))
-    if what.names is None or is_container(value):
+        value.extend(values)
         return
-    named = zip(what.names, attributes, strict=True)
-    own = getattr(value, "__dict__", None)
+    named = zip(labels, values, strict=True)
+    own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if own is None:
         for name, attribute in named:
             object.__setattr__(value, name, attribute)
@@ -134,7 +82,7 @@ def _refill(value: Any, what: Contents, values: Sequence[Any]) -> None:
         own.update(named)
 
 
-Change = tuple[int, Contents, tuple[Any, ...]]  # of an object, by its number
+Change = tuple[int, Labels, tuple[Any, ...]]  # of an object, by its number
 
 
 @final
@@ -155,9 +103,7 @@ class ObjectChanges:
         )
 
 
-def _differs(
-    before: tuple[Contents, tuple[Any, ...]], after: tuple[Contents, tuple[Any, ...]]
-) -> bool:
+def _differs(before: tuple[Labels, tuple[Any, ...]], after: tuple[Labels, tuple[Any, ...]]) -> bool:
     if before[0] != after[0]:
         return True
     (one, form), (two, other) = (
@@ -168,8 +114,8 @@ def _differs(
 
 def change(objects: Sequence[Any], changes: Iterable[Change]) -> None:
     """Let the objects hold what they held after `changes`."""
-    for number, what, values in changes:
-        _refill(objects[number], what, values)
+    for number, labels, values in changes:
+        _refill(objects[number], labels, values)
 
 
 @final
@@ -194,7 +140,7 @@ class _Object:
     """A list, a dict, or an object of any class, without its tensors."""
 
     like: Any
-    contents: Contents
+    labels: Labels
     values: "Structure"
 
 
@@ -206,7 +152,7 @@ class _Again:
     number: int
 
 
-_OWN: Final = (_Again, Contents, Number)
+_OWN: Final = (_Again, Number)
 _PLAIN: Final = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, *_OWN),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -265,7 +211,7 @@ class Structure:
     def form(self) -> tuple[Any, ...]:
         """Equal for what is nested in the same way, in objects of the same classes."""
         inner = (leaf for leaf in self.leaves if isinstance(leaf, _Object))
-        rows = ((type(leaf.like), leaf.contents, leaf.values.form) for leaf in inner)
+        rows = ((type(leaf.like), leaf.labels, leaf.values.form) for leaf in inner)
         return (str(self.spec), *rows)
 
     def fill(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
@@ -291,7 +237,7 @@ def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
         return leaf
     value = _empty(leaf.like)
     objects.append(value)
-    _refill(value, leaf.contents, leaf.values._fill(tensors, objects))
+    _refill(value, leaf.labels, leaf.values._fill(tensors, objects))
     return value
 
 
@@ -334,8 +280,8 @@ class Parts:
             return _Again(self._number[id(leaf)])
         self._number[id(leaf)] = len(self.objects)
         self.objects.append(leaf)
-        what, values = _contents(leaf)
-        return _Object(_empty(leaf), what, self.structure(values))
+        labels, values = _contents(leaf)
+        return _Object(_empty(leaf), labels, self.structure(values))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -372,19 +318,21 @@ def _is_object(value: Any) -> bool:
 def _is_plain_object(value: Any) -> bool:
     """True if the object is nothing but its contents: a list, a dict, a dataclass."""
     return is_container(value) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, (type, *_OWN))
+        dataclasses.is_dataclass(value) and not isinstance(value, (type, *_OWN, *_CONTAINERS))
     )
 
 
-def paths(value: Any, seen: set[int], kind: type = torch.Tensor) -> Iterator[tuple[str, ...]]:
-    """The path of each tensor, or value of another kind, in the order of `Parts`."""
+MARK: Final = object()  # in place of a tensor or a constant
+
+
+def mark_paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
+    """The path of each mark, in the order of `Parts`; `seen` are the objects known already."""
     rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
-        if isinstance(leaf, kind):
+        if leaf is MARK:
             yield keys
-        elif _is_object(leaf) and id(leaf) not in seen:
+        elif id(leaf) not in seen:
             seen.add(id(leaf))
-            what, values = _contents(leaf)
-            for label, held in zip(what.labels, values, strict=True):
-                yield from ((*keys, str(label), *inner) for inner in paths(held, seen, kind))
+            for label, held in zip(*_contents(leaf), strict=True):
+                yield from ((*keys, str(label), *inner) for inner in mark_paths(held, seen))

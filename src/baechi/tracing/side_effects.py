@@ -1,8 +1,8 @@
 """Side effects of a forward on its model and on torch, while a tracer runs it.
 
 A tracer runs the model's Python on tensors without values. After each run nothing of it is left: a
-buffer that forward replaces has the new value written into it, a tensor that it puts elsewhere is
-removed, a write into a real tensor is undone, and what it registers with a module is refused.
+tensor that forward puts elsewhere is removed, a write into a real tensor is undone, and what it
+registers with a module, or replaces there, is refused.
 `docs/runtime.md`, "What a trace keeps", has the effects on a placed model.
 """
 
@@ -11,8 +11,8 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType, ModuleType
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, Final, final
 
 import torch
@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from baechi.errors import TraceError
-from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import (
     FakeTensor,
@@ -42,45 +41,27 @@ _REGISTER: Final = (
 
 
 @contextmanager
-def buffers_in_place(
-    model: nn.Module, *, keep: bool = True, replaced: list[str] | None = None
-) -> Iterator[None]:
-    """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
-
-    Args:
-        model: The owner of the buffers.
-        keep: Whether what replaces a buffer can be kept.
-        replaced: Gets the names of those that were replaced.
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Run a forward inside; each buffer is the same tensor after.
 
     Raises:
-        RuntimeError: The new value has another shape or type; or nothing shall be kept.
+        RuntimeError: Forward has replaced one.
     """
-    owners = [(path, module, dict(buffers_of(module))) for path, module in model.named_modules()]
-    rows: list[tuple[str, Any, Any]] = []
+    before = [(path, module, dict(buffers_of(module))) for path, module in model.named_modules()]
+    replaced = ""
     try:
         yield
     finally:
-        for path, module, before in owners:
-            for name, buffer in before.items():
-                value = buffers_of(module).get(name)
-                if value is not buffer:
-                    rows.append((f"{path}.{name}".lstrip("."), buffer, value))
+        for path, module, own in before:
+            for name, buffer in own.items():
+                if buffers_of(module).get(name) is not buffer:
                     buffers_of(module)[name] = buffer
-    for name, buffer, value in rows:
-        if not keep or buffer is None or _form(value) != _form(buffer):
-            raise RuntimeError(f"forward replaces buffer {name!r}, which would be lost")
-    if replaced is not None:
-        replaced[:] = [name for name, *_ in rows]
-    olds = {key_of(buffer.untyped_storage()) for _, buffer, _ in rows}
-    with torch.no_grad():
-        # One may become what another was, before that is written.
-        news = [v.clone() if key_of(v.untyped_storage()) in olds else v for *_, v in rows]
-        for (_, buffer, _), value in zip(rows, news, strict=True):
-            buffer.copy_(value)
-
-
-def _form(value: Any) -> tuple[Any, ...]:
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else ()
+                    replaced = replaced or f"{path}.{name}".lstrip(".")
+    if replaced:
+        raise RuntimeError(
+            f"forward replaces buffer {replaced!r}, which would be lost; let it write into the "
+            "tensor that is there (`copy_`), or put it in a submodule, which then stays whole"
+        )
 
 
 @contextmanager
@@ -313,18 +294,11 @@ def _cached_functions(rows: list[Any]) -> list[Any]:
             elif kind in _WRAPPERS and id(value) not in seen:
                 seen.add(id(value))
                 inner.append(getattr(value, "__wrapped__", None))
-                cells = getattr(value, "__closure__", None) or ()
-                inner += [cell.cell_contents for cell in cells if _is_filled(cell)]
+                for cell in getattr(value, "__closure__", None) or ():
+                    with suppress(ValueError):  # it is empty
+                        inner.append(cell.cell_contents)
         values = inner
     return list(found.values())
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _holders(model: nn.Module) -> list[Any]:

@@ -24,8 +24,8 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -124,20 +124,14 @@ def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
         return run(*args)
 
 
-@contextmanager
-def ctc_losses_known() -> Iterator[None]:
+def ctc_losses_known() -> AbstractContextManager[Any]:
     """Let fake tensors run `torch.nn.functional.ctc_loss`."""
-    kernels = {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes}
-    with patch.dict(fake_kernels, kernels):
-        yield
+    return patch.dict(fake_kernels, {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes})
 
 
-@contextmanager
-def most_selected() -> Iterator[None]:
+def most_selected() -> AbstractContextManager[Any]:
     """Let fake tensors run `masked_select`: its result is as large as it may be."""
-    kernels = {torch.ops.aten.masked_select.default: _all_selected}
-    with patch.dict(fake_kernels, kernels):
-        yield
+    return patch.dict(fake_kernels, {torch.ops.aten.masked_select.default: _all_selected})
 
 
 def _all_selected(_mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,54 +1,33 @@
 """Scheduling policies; and policies, schemes and ways of sharing by name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
-from baechi.cluster_simulation.placement_schemes import (
-    Baechi,
-    BestFit,
-    Consolidated,
-    FirstFit,
-    LeastLoaded,
-    Random,
-    Scheme,
-)
-from baechi.cluster_simulation.policies.policy import (
-    FewestGpusFirst,
-    Fifo,
-    FinishTimeFairness,
-    FitJobFirst,
-    Policy,
-    ShortestGpuTime,
-    ShortestTime,
-    SplitOrWait,
-    TimeSlicing,
-)
-from baechi.cluster_simulation.policies.tiresias import (
-    LeastAttained,
-    PublishedLongestPending,
-    sampled_gpu_times,
-)
-from baechi.errors import InputError
+from baechi.cluster_simulation.policies import policy, tiresias
+from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.tiresias import LeastAttained
+from baechi.validation import check_choice
 
 COMPAT: Final = ("tiresias",)
 
 _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
-    "fifo": Fifo,
-    "fjf": FitJobFirst,
-    "sjf": FewestGpusFirst,
-    "lpjf": partial(Fifo, "lpjf"),
-    "shortest": ShortestTime,
-    "shortest-gpu": ShortestGpuTime,
+    "fifo": policy.Fifo,
+    "fjf": policy.FitJobFirst,
+    "sjf": policy.FewestGpusFirst,
+    "lpjf": partial(policy.Fifo, "lpjf"),
+    "shortest": policy.ShortestTime,
+    "shortest-gpu": policy.ShortestGpuTime,
     "dlas": LeastAttained,
     "dlas-gpu": partial(LeastAttained, "dlas-gpu", by_gpus=True),
     "dlas-gpu-gittins": partial(LeastAttained, "dlas-gpu-gittins", by_gpus=True),
-    "gandiva": TimeSlicing,
-    "themis": FinishTimeFairness,
-    "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
-    "big-brain": partial(Fifo, "big-brain"),
-    "split-or-wait": SplitOrWait,
+    "gandiva": policy.TimeSlicing,
+    "themis": policy.FinishTimeFairness,
+    "gandiva-packing": partial(policy.FitJobFirst, "gandiva-packing"),
+    "big-brain": partial(policy.Fifo, "big-brain"),
+    "split-or-wait": policy.SplitOrWait,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -62,15 +41,15 @@ DEFAULTS: Final = {
 # How long a job must have waited, in times that it ran, to go back to the first queue.
 _PROMOTE: Final = {"05": 0.5, **{str(times): times for times in (1, 2, 4, 8, 10, 100, 1000)}}
 
-_SCHEMES: Final[dict[str, Callable[[], Scheme | None]]] = {
+_SCHEMES: Final[dict[str, Callable[[], schemes.Scheme | None]]] = {
     "count": lambda: None,
-    "first-fit": FirstFit,
-    "consolidated": Consolidated,
-    "yarn": Consolidated,
-    "random": Random,
-    "best-fit": BestFit,
-    "least-loaded": LeastLoaded,
-    "baechi": Baechi,
+    "first-fit": schemes.FirstFit,
+    "consolidated": schemes.Consolidated,
+    "yarn": schemes.Consolidated,
+    "random": schemes.Random,
+    "best-fit": schemes.BestFit,
+    "least-loaded": schemes.LeastLoaded,
+    "baechi": schemes.Baechi,
 }
 SCHEMES: Final = tuple(_SCHEMES)
 
@@ -98,44 +77,30 @@ def policy_named(
     Raises:
         InputError: An unknown name or compatibility.
     """
-    if compat is not None and compat not in COMPAT:
-        raise InputError(f"compatibility {compat!r} is unknown; give {', '.join(COMPAT)} or none.")
+    if compat is not None:
+        check_choice(compat, COMPAT, "compatibility")
     family, _, suffix = name.rpartition("-")
     promotes = suffix in _PROMOTE and family in {"dlas-gpu", "dlas-gpu-gittins"}
     base = family if promotes else name
-    if base not in _POLICIES:
-        raise _unknown("policy", name, POLICIES)
+    if not promotes:
+        check_choice(name, POLICIES, "policy")
     if base == "lpjf" and compat:
-        return PublishedLongestPending("lpjf")
+        return tiresias.PublishedLongestPending("lpjf")
     options: dict[str, object] = {}
     if base.startswith("dlas"):
         options = {"promote": _PROMOTE[suffix] if promotes else 0, "compat": compat is not None}
     if base == "dlas-gpu-gittins":
-        options["samples"] = sampled_gpu_times() if samples is None else samples
+        options["samples"] = tiresias.sampled_gpu_times() if samples is None else samples
     return _POLICIES[base](**options)
 
 
-def scheme_named(name: str) -> Scheme | None:
-    """A scheme by its name; `None` for `count`.
-
-    Raises:
-        InputError: The name is unknown.
-    """
-    if name not in _SCHEMES:
-        raise _unknown("scheme", name, SCHEMES)
+def scheme_named(name: str) -> schemes.Scheme | None:
+    """A scheme by its name; `None` for `count`."""
+    check_choice(name, SCHEMES, "scheme")
     return _SCHEMES[name]()
 
 
 def sharing_named(name: str, most: int) -> Sharing:
-    """A way of sharing by its name, with at most `most` jobs on a GPU.
-
-    Raises:
-        InputError: The name is unknown, or `most` is out of range.
-    """
-    if name not in _SHARINGS:
-        raise _unknown("sharing", name, SHARINGS)
+    """A way of sharing by its name, with at most `most` jobs on a GPU."""
+    check_choice(name, SHARINGS, "sharing")
     return _SHARINGS[name](most)
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> InputError:
-    return InputError(f"{what} {name!r} is unknown; give one of {', '.join(known)}.")

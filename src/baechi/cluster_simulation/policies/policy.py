@@ -3,15 +3,7 @@
 A policy orders the jobs; the simulator gives GPUs in that order (`simulator.py`). Without
 preemption the order is of the waiting jobs; with it, of all jobs, and those for which nothing is
 left lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a
-stable sort breaks ties as the published simulators do. A policy of your own:
-
-    class MostGpusFirst(Policy):
-        name = "most-gpus"
-
-        def order(self, runs, now):
-            return sorted(runs, key=lambda run: -run.job.gpus)
-
-    simulate_cluster(jobs, fleet, MostGpusFirst())
+stable sort breaks ties as the published simulators do. docs/cluster.md has a policy of your own.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +17,8 @@ from typing import ClassVar, Final, final
 
 from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.fleet import FreeDevices
-from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.errors import InputError
+from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
+from baechi.validation import check_positive
 
 _LOOKS: Final = 3  # of the next ends
 # Remaining time, event, rank and job while waiting; while running its end, what orders equals
@@ -37,21 +29,18 @@ _Entry = tuple[int, int, int, JobRun]
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """GPUs that a job could have now.
-
-    Attributes:
-        run: The job.
-        rate: Its work per tick on them, beside the jobs that are there.
-        now: The time.
-        running: The jobs that run.
-        devices: The state of the cluster's devices.
-    """
+    """GPUs that a job could have now, beside the jobs that run."""
 
     run: JobRun
-    rate: int
+    grant: Grant
     now: int
     running: Iterable[JobRun]
     devices: FreeDevices
+
+    @property
+    def rate(self) -> int:
+        """Its work per tick on them, beside the jobs that are there."""
+        return self.devices.rate(self.grant, joins=True)
 
     def rate_after(self, ended: Sequence[JobRun]) -> int:
         """Its work per tick on the GPUs that it would get if others had ended; 0 for none."""
@@ -180,8 +169,7 @@ class ShortestTime(SelectingPolicy):
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Entry]] = {}  # by GPUs
         self._running: list[_Entry] = []
-        self._moment = 0  # of the last event
-        self._event = 0  # counts moments
+        self._event = 0  # the moment of the last one, from 1
         self._count = 0
         self._stopped: dict[int, tuple[int, int]] = {}  # places that were lost at this moment
 
@@ -193,9 +181,8 @@ class ShortestTime(SelectingPolicy):
         self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
     ) -> tuple[list[JobRun], list[JobRun]]:
         """As a walk over `order`, from the heaps."""
-        if now > self._moment or not self._event:
-            self._moment = now
-            self._event += 1
+        if now >= self._event:
+            self._event = now + 1
             self._stopped.clear()
         del self._running[: len(ended)]
         for run in arrived:
@@ -272,26 +259,30 @@ class ShortestTime(SelectingPolicy):
 
 
 class _Periodic(Policy):
-    """Reorders jobs at the end of every quantum."""
+    """Deals GPUs out anew at the end of every quantum; in between, jobs keep what they have."""
 
     preemptive = True
 
     def __init__(self, quantum: int) -> None:
-        if quantum < 1:
-            raise InputError(f"a quantum of {quantum} ticks; give at least 1.")
-        self._quantum = quantum
+        self._quantum = check_positive(quantum, "the quantum in ticks")
         self._turn = -1
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """As dealt anew in a new quantum, else running jobs first."""
+        turn = now // self._quantum
+        if turn <= self._turn:
+            return sorted(runs, key=lambda run: not run.running)
+        self._turn = turn
+        return self._dealt(runs, now)
+
+    @abstractmethod
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """The jobs, most urgent first, at the beginning of a quantum."""
 
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The next multiple of the quantum, while a job waits and another runs."""
         mixed = any(run.running for run in runs) and any(not run.running for run in runs)
         return (now // self._quantum + 1) * self._quantum if mixed else None
-
-    def _is_new_turn(self, now: int) -> bool:
-        turn = now // self._quantum
-        new = turn > self._turn
-        self._turn = max(self._turn, turn)
-        return new
 
 
 @final
@@ -303,11 +294,8 @@ class TimeSlicing(_Periodic):
     def __init__(self, quantum: int = 60) -> None:
         super().__init__(quantum)
 
-    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
-        """By time on GPUs at a new quantum; in between, running jobs keep what they have."""
-        if self._is_new_turn(now):
-            return sorted(runs, key=lambda run: (run.attained(now), run.index))
-        return sorted(runs, key=lambda run: not run.running)
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        return sorted(runs, key=lambda run: (run.attained(now), run.index))
 
 
 @final
@@ -323,10 +311,7 @@ class FinishTimeFairness(_Periodic):
     def __init__(self, lease: int = 600) -> None:
         super().__init__(lease)
 
-    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
-        """By falling rho at a new lease; in between, leases hold."""
-        if not self._is_new_turn(now):
-            return sorted(runs, key=lambda run: not run.running)
+    def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
         rho = {run.index: self.rho(run, len(runs), now) for run in runs}
         return sorted(runs, key=lambda run: (-rho[run.index], run.index))
 

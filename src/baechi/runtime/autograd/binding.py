@@ -18,7 +18,7 @@ from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step import Sharing, Sizes, Step, sharing_of
+from baechi.runtime.autograd.step import Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.fx_nodes import op_name
@@ -70,7 +70,7 @@ class BoundResult:
     value: int  # its number
     device: int  # the logical device that makes it
     grads: tuple[int, ...]  # for each of its tensors the slot of the caller's gradient
-    sharing: tuple[Sharing, ...]  # for each of its tensors the memory that it shares
+    sharing: tuple[bool, ...]  # for each of its tensors whether others share its memory
     read: bool  # whether the model reads it, too
 
 
@@ -244,7 +244,6 @@ class _Binder:
             exits=len(part.exits),
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
-            by_hand=any(map(_is_by_hand, nodes)),
             parameters=parameters,
             sums=tuple(sums),
             recomputation=self._recomputation(tape, part)
@@ -283,7 +282,6 @@ class _Binder:
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
-            opaque=any(not type(leaf).__module__.startswith("torch.nn.") for leaf in leaves),
             random=any(facts[node].random for node in nodes),
             crossing=tuple(
                 (argument, slot, end == tape and last[slot] == argument)
@@ -384,9 +382,3 @@ class _Binder:
             return True
         forward = structure.ops[producer].forward[0]
         return layout.device(layout.tape_of[forward]) == place.device
-
-
-def _is_by_hand(node: fx.Node) -> bool:
-    """True if its backward may be custom Python: neither torch's nor composed of torch's."""
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-    return node.op == "call_module" or (node.op == "call_function" and not own)

@@ -12,7 +12,6 @@ import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, Final, NamedTuple, TypeGuard, final
 
 import torch
@@ -22,7 +21,7 @@ from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.tape import Entry
-from baechi.tracing.alias_analysis import NodeFacts, Value
+from baechi.tracing.alias_analysis import NodeFacts
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
@@ -30,9 +29,7 @@ from baechi.tracing.subgraph import Extract, opaque_leaves
 
 _ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
 _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
-# Of operators, of functions of Python and of torch, and of methods; in place or not.
-_SUMS: Final = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
-_HANDS_ON: Final = _SUMS | {"cat", "concat", "stack", "clone", "contiguous", "to", "alias"}
+_HANDS_ON: Final = ("add", "sub", "rsub", "clone", "alias")  # pointwise, but no new gradient
 
 
 @final
@@ -118,7 +115,6 @@ class Gradients:
         # Storages that a gradient flows through at some time: a write may begin it.
         facts = self._facts.values()
         self._graded = {v.storage for fact in facts for v in fact.values if v.requires_grad}
-        self._keeping_strides = keeping_strides(self._facts)
         self._readers: dict[int, list[fx.Node]] = defaultdict(list)  # of state, by identity
         for node in layout.position:
             if node.op == "get_attr":
@@ -216,7 +212,7 @@ class Gradients:
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
                     slot = self._from_reader(node, leaf, position, tape, readers)
-                    given, keeps = node.op == "placeholder", node in self._keeping_strides
+                    given, keeps = node.op == "placeholder", keeps_strides(node, self._facts)
                     value_number = self._layout.value(node)
                     rows.append(Entry(argument, leaf, value_number, slot, given, keeps))
         return rows
@@ -330,59 +326,25 @@ def _in_order(gradients: Iterable[_Gradient]) -> tuple[int, ...]:
     return tuple(row.home for row in rows)
 
 
-def keeping_strides(nodes: Mapping[fx.Node, NodeFacts]) -> frozenset[fx.Node]:
-    """The nodes whose incoming gradient must keep its strides (no contiguous copy).
+def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
+    """True if the gradient that comes to a node must keep its strides (no contiguous copy).
 
-        row.expand(n, -1)     each row's gradient is a sum, in the order of memory
+        relu(x), x * y        not: a new gradient, dense whatever the old one was
+        two readers           not: their sum is a new one, too
         batch_norm(x)         another kernel where the gradient is dense with channels last
-        relu(x), x * y        a new gradient, dense whatever the old one was
-        two readers           their sum is a new one, too
+        x.view(n), x + y      it is handed on, and another operator may be such a one
 
     Other kernels walk through a dense copy of a part of a larger gradient in another order, and
-    round otherwise. Views, sums and concatenations hand their gradient on unchanged. Without this,
-    a batch norm of Cvt (channels last) and the attention sinks of GPT-OSS differ from the unsplit
-    model in their last bits (torch 2.13, CPU). O(nodes + edges).
-
-    Args:
-        nodes: The facts of every node of a graph, in program order.
+    round otherwise. Without this, a batch norm of Cvt (channels last) and the attention sinks of
+    GPT-OSS differ from the unsplit model in their last bits (torch 2.13, CPU).
     """
-    found: set[fx.Node] = set()
-    for node, facts in nodes.items():
-        if any(value.requires_grad for value in facts.values) and _stays(node, nodes, found):
-            found.add(node)
-    return frozenset(found)
-
-
-def _stays(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts], found: set[fx.Node]) -> bool:
-    results = nodes[node].values
-    if len(results) != 1:
+    facts, target = nodes[node], node.target
+    if len(facts.values) != 1:
         return True
-    if sum(_is_graded(user, nodes) for user in node.users) > 1:
+    # The caller is a reader that gives one.
+    read = (u not in nodes or any(v.requires_grad for v in nodes[u].values) for u in node.users)
+    if sum(read) > 1:
         return False
-    rows = [
-        (source, value)
-        for source in node.all_input_nodes
-        for value in (nodes[source].values if source in nodes else ())
-        if value.requires_grad
-    ]
-    views = [row for row in rows if row[1].storage == results[0].storage]
-    if views:
-        return any(_is_seen_whole(value, results[0], source in found) for source, value in views)
-    name = operator_name(node).rstrip("_")
-    if name in _HANDS_ON:
-        repeated = prod(results[0].shape) if name in _SUMS else 0
-        return any(source in found or prod(value.shape) < repeated for source, value in rows)
-    return not isinstance(node.target, torch._ops.OpOverload) or (
-        torch.Tag.pointwise not in node.target.tags
-    )
-
-
-def _is_graded(user: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
-    """True if a gradient comes from a reader; the caller is one."""
-    return user not in nodes or any(value.requires_grad for value in nodes[user].values)
-
-
-def _is_seen_whole(value: Value, view: Value, stays: bool) -> bool:
-    """True if a view passes its gradient to a node that needs its strides, or sums it."""
-    whole, seen = prod(value.shape), prod(view.shape)
-    return whole < seen or (whole == seen and stays)
+    if not isinstance(target, torch._ops.OpOverload) or facts.writes:
+        return True
+    return torch.Tag.pointwise not in target.tags or operator_name(node) in _HANDS_ON

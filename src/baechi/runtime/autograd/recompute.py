@@ -1,6 +1,6 @@
 """Recomputation of a checkpointed tape, bit for bit, from the inputs that it keeps.
 
-    forward     arguments ──► generated code, whose graph keeps nothing ──► slots
+    forward     arguments ──► generated code, whose graph ends with it ──► slots
                     └── kept, with the state of the world then ──┐
     again       the same arguments, in the same world ──► generated code ──► the tape's graph
 
@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
 from baechi.torch_support.torch_internals import buffers_of, version_of
@@ -28,9 +27,6 @@ class Recomputation:
 
     copied: tuple[int, ...]  # arguments that are buffers which the model writes
     leaves: tuple[nn.Module, ...]  # opaque submodules with buffers that they may write
-    # Whether an opaque submodule is not torch's own: it may go backward in its forward, and needs
-    # what its graph keeps until it returns.
-    opaque: bool
     random: bool  # whether it draws random numbers
     # Of what another tape of the unit makes again: (argument, slot, whether it is the slot's last
     # reader); and the slots of what it makes for those.
@@ -107,15 +103,6 @@ class RecomputeInputs:
                 stack.callback(buffers.__setitem__, name, buffers[name])
                 buffers[name] = value.clone()
             yield
-
-
-def dropped() -> saved_tensors_hooks:
-    """Build a graph in the block, since kernels depend on it; but the graph keeps no tensor."""
-
-    def never(_: None) -> torch.Tensor:
-        raise AssertionError("nobody goes backward over a graph that kept nothing")
-
-    return saved_tensors_hooks(lambda _: None, never)
 
 
 def _random_state(place: torch.device) -> torch.Tensor:

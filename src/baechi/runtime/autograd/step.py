@@ -21,7 +21,6 @@ from baechi.torch_support.torch_internals import backward_id, set_version, versi
 from baechi.tracing.lowering import TracedModule
 
 Edges = list[GradientEdge | None]
-ParameterEdges = dict[torch.nn.Parameter, GradientEdge]
 
 
 @final
@@ -65,9 +64,12 @@ class CutTensor:
 class Record:
     """The state that a tape's backward needs."""
 
-    entered: Edges  # of every entry that has a gradient, or None
-    published: Edges  # of every tensor that left with a gradient, or None
-    parameters: ParameterEdges = field(default_factory=dict)  # where they are cut off
+    entered: Edges = field(default_factory=list)  # of every entry that has a gradient, or None
+    published: Edges = field(default_factory=list)  # of all that left with a gradient, or None
+    # Of parameters, where they are cut off.
+    parameters: dict[torch.nn.Parameter, GradientEdge] = field(default_factory=dict)
+    # The sources of what entered that the caller may write into.
+    cuts: list[CutTensor] = field(default_factory=list)
     # The edge behind all that left, and an empty tensor to begin with, if `seeds` is used.
     end: tuple[GradientEdge, torch.Tensor] | None = None
     seeds: list[torch.Tensor | None] = field(default_factory=list)  # the gradients for the end
@@ -98,11 +100,10 @@ class Step:
         self.slots: list[Any] = [None] * sizes.slots
         self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
         self.results: list[Any] = [None] * sizes.results
-        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # between tapes
-        # For every tape what its backward needs, the sources of what entered it that the caller may
-        # write into, and the inputs to run again, if it must.
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # the caller's, between tapes
+        self._pass = -1  # which of autograd's passes the caller's are of
+        # For every tape what its backward needs, and the inputs to run again, if it must.
         self.records: list[Record | None] = [None] * sizes.tapes
-        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
         self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}  # values between tapes that run again, by slot
         self.keep = False  # whether the running backward leaves the graph for another
@@ -116,6 +117,16 @@ class Step:
     def counting(self, device: int) -> AbstractContextManager[None]:
         """Count what is made inside; autograd takes the mode along to the thread of a GPU."""
         return nullcontext() if self.meter is None else self.meter.counting(device)
+
+    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        current = backward_id()
+        if current != self._pass:  # one that failed may have left gradients
+            self._pass = current
+            self.grads = [None] * len(self.grads)
+        if self.meter is not None:
+            self.meter.hold(device, gradient)
+        self.grads[slot] = gradient
 
     def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: nothing else holds it then."""
@@ -134,83 +145,18 @@ class Step:
         self.moved.clear()
 
 
-@final
-class Seeds:
-    """The caller's gradients of a step's outputs, by slot, until its backward takes them."""
-
-    def __init__(self, n: int, meter: Meter | None) -> None:
-        self._meter = meter
-        self._pass = -1  # which of autograd's passes the gradients that wait here are of
-        self._rows: list[torch.Tensor | None] = [None] * n
-
-    def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
-        """Take the caller's gradient of an output."""
-        current = backward_id()
-        if current != self._pass:  # one that failed may have left gradients
-            self._pass = current
-            self._rows = [None] * len(self._rows)
-        if self._meter is not None:
-            self._meter.hold(device, gradient)
-        self._rows[slot] = gradient
-
-    def taken(self) -> list[torch.Tensor | None]:
-        """By slot those that have come, and nothing of them stays here."""
-        rows, self._rows = self._rows, [None] * len(self._rows)
-        return rows
-
-
-@final
-@dataclass(frozen=True)
-class Sharing:
-    """The memory that an output shares, as its trace has it.
+def sharing_of(module: TracedModule, results: Sequence[fx.Node]) -> dict[fx.Node, tuple[bool, ...]]:
+    """Whether each tensor of a result shares memory with another result, a parameter or a buffer.
 
     Autograd sees no relation between the outputs of a step. So it refuses a write into one that
-    shares memory, and advises to clone it; an output that is a view of an argument, which has a
-    history outside of the step, may be written.
-
-    Attributes:
-        argument: The caller's tensor that it is a view of, by index; -1 for none.
-        others: Whether it shares memory with another output, or with a parameter or buffer.
+    shares memory, and advises to clone it.
     """
-
-    argument: int
-    others: bool
-
-    def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The base of an output's view: an argument, itself if writes are refused, or None."""
-        if self.argument >= 0 and _is_view(value, tensors[self.argument]):
-            return tensors[self.argument]
-        return value if self.others else None
-
-
-def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """True if autograd can take a value for a view of a base that has a gradient."""
-    if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
-        return False
-    one, two = ((t.dtype, t.is_conj(), t.is_neg()) for t in (value, base))
-    return one == two and value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-
-
-def sharing_of(
-    module: TracedModule, results: Sequence[fx.Node]
-) -> dict[fx.Node, tuple[Sharing, ...]]:
-    """The memory that each tensor of each result of a traced model shares."""
     facts, graph = module.facts.nodes, module.graph_module.graph
     count = Counter(value.storage for node in results for value in facts[node].values)
-    # What forward writes has another history since: a result is no view of what it was.
-    written = module.facts.written
-    arguments = {
-        value.storage: index
-        for index, node in enumerate(graph.find_nodes(op="placeholder"))
-        for value in facts[node].values
-        if value.storage not in written
-    }
-    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values} - written
+    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values}
+    state -= module.facts.written
     return {
-        node: tuple(
-            Sharing(arguments.get(storage, -1), count[storage] > 1 or storage in state)
-            for storage in (value.storage for value in facts[node].values)
-        )
+        node: tuple(count[v.storage] > 1 or v.storage in state for v in facts[node].values)
         for node in results
     }
 
@@ -225,21 +171,16 @@ class OutputFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        seeds: Seeds,
+        step: Step,
         slot: tuple[int, int],
         token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
         value: torch.Tensor,
-        bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
+        shared: bool,
     ) -> torch.Tensor:
-        """The value itself; as a view of its base, if it has one (`Sharing.base`)."""
-        ctx.seeds, ctx.slot = seeds, slot
+        """The value itself; a view, into which autograd refuses writes, if its memory is shared."""
+        ctx.step, ctx.slot = step, slot
         ctx.set_materialize_grads(False)
-        (base,) = bases
-        if base is None:
-            return value.detach()
-        if base is value:
-            return value.view_as(value)  # a view made in a function: autograd refuses writes
-        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+        return value.view_as(value) if shared else value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
@@ -248,5 +189,5 @@ class OutputFunction(torch.autograd.Function):
             return (None, None, None, None, None)
         # The tensor itself: if others hold it, it must not become a parameter's `.grad`, and an
         # alias of it would look unshared.
-        ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
+        ctx.step.seed(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
         return (None, None, gradient.new_empty(0), None, None)

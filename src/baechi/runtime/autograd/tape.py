@@ -19,11 +19,11 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.recompute import Recomputation, dropped
-from baechi.runtime.autograd.step import CutTensor, Edges, ParameterEdges, Record, Step
+from baechi.runtime.autograd.recompute import Recomputation
+from baechi.runtime.autograd.step import CutTensor, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.torch_internals import TapeEnd, delayed_error, gradients, keeping_graphs
+from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
 
 
 @final
@@ -78,7 +78,6 @@ class TapeCode:
     # the gradients that come back, in the order in which they are added up.
     seeds: tuple[tuple[int, ...], ...]
     large: bool  # whether these are many bytes, so that each should go as soon as it is used
-    by_hand: bool  # whether an operator's backward is custom Python
     # (parameter, slot of its gradient) of those that no entry stands for.
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     # (slot of the sum, slot) of what is added up after its backward, in this order.
@@ -108,15 +107,14 @@ class TapeCode:
             mine = {index: mine[index] for index in passed}  # the code alone shall hold the rest
         again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
-        entered, apart = self._cut(step, arguments) if step.differentiate else ([], {})
-        with nullcontext() if again is None or again.opaque else dropped():
-            results = self._call(arguments)
+        record = self._cut(step, arguments) if step.differentiate else Record()
+        results = self._call(arguments)
         leaving = self._publish(step, results, mine)
         if again is not None:
             if again.leaving or any(tensor.requires_grad for tensor in leaving):
                 step.kept[self.index] = kept
         elif step.differentiate:
-            self._remember(step, leaving, entered, apart)
+            self._remember(step, leaving, record)
 
     def recompute(self, step: Step) -> None:
         """Run the operators again, with what they read then, and record their graph.
@@ -130,11 +128,10 @@ class TapeCode:
         if not step.keep:
             step.kept[self.index] = None
         arguments = kept.taken(again, step.crossing)
-        step.cut_tensors[self.index] = []
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
-            entered, apart = self._cut(step, arguments)
+            record = self._cut(step, arguments)
             results = self._call(arguments)
             leaving = list(results[len(results) - self.exits :]) if self.exits else []
             for output in (output for output in self.outputs if output.result >= 0):
@@ -142,7 +139,7 @@ class TapeCode:
                 leaving += tensors
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
-            self._remember(step, leaving, entered, apart)
+            self._remember(step, leaving, record)
 
     def _call(self, arguments: list[Any]) -> tuple[Any, ...]:
         try:
@@ -165,13 +162,16 @@ class TapeCode:
             step.meter.hold(self.device, moved)
         return moved
 
-    def _cut(self, step: Step, arguments: list[Any]) -> tuple[Edges, ParameterEdges]:
-        """Cut off what enters; the edges of entries, and of parameters where they are cut off."""
-        entered = self._enter(step, arguments) if self.entries else []
-        return entered, self._part(step, arguments) if step.apart else {}
+    def _cut(self, step: Step, arguments: list[Any]) -> Record:
+        """Cut off what enters; a record with the edges of its gradients."""
+        record = Record([None] * len(self.entries))
+        self._enter(step, arguments, record)
+        if step.apart:
+            self._part(arguments, record)
+        return record
 
-    def _enter(self, step: Step, arguments: list[Any]) -> Edges:
-        """Cut off what enters from the graph that made it; the edges of its gradients."""
+    def _enter(self, step: Step, arguments: list[Any], record: Record) -> None:
+        """Cut off what enters from the graph that made it."""
         entering: dict[int, torch.Tensor] = {}  # by the entry's index
         flat: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
         for number, entry in enumerate(self.entries):
@@ -187,15 +187,14 @@ class TapeCode:
             # own node, which is of one stream.
             bare = value.requires_grad and (entry.value >= 0 or step.apart)
             entering[number] = value.detach() if bare else value
-        edges: Edges = [None] * len(self.entries)
         if not entering:
-            return edges
+            return
         found = cut_off(list(entering.values()))
         for (number, source), tensor in zip(entering.items(), found, strict=True):
             entry = self.entries[number]
-            edges[number] = get_gradient_edge(tensor)
+            record.entered[number] = get_gradient_edge(tensor)
             if entry.given or entry.value < 0:  # the caller may write it
-                step.cut_tensors[self.index].append(CutTensor(source, tensor))
+                record.cuts.append(CutTensor(source, tensor))
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
                 leaves[tensor_slots(leaves)[entry.leaf]] = tensor
@@ -203,10 +202,9 @@ class TapeCode:
                 arguments[entry.argument] = tensor
         for argument, (leaves, spec) in flat.items():
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
-        return edges
 
-    def _part(self, step: Step, arguments: list[Any]) -> ParameterEdges:
-        """Cut parameters off from the caller's graph; the edges of their gradients.
+    def _part(self, arguments: list[Any], record: Record) -> None:
+        """Cut parameters off from the caller's graph.
 
         A parameter's own node belongs to the stream on which it was first used, and a gradient that
         comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
@@ -218,14 +216,12 @@ class TapeCode:
             if id(argument) in wanted:
                 places[id(argument)].append(place)
         found = [wanted[key] for key in places]
-        edges: ParameterEdges = {}
         bare = cut_off([parameter.detach() for parameter in found]) if found else ()
         for parameter, tensor in zip(found, bare, strict=True):
-            edges[parameter] = get_gradient_edge(tensor)
-            step.cut_tensors[self.index].append(CutTensor(parameter, tensor))
+            record.parameters[parameter] = get_gradient_edge(tensor)
+            record.cuts.append(CutTensor(parameter, tensor))
             for place in places[id(parameter)]:
                 arguments[place] = tensor
-        return edges
 
     def _publish(
         self, step: Step, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
@@ -254,10 +250,8 @@ class TapeCode:
                 step.results[result] = value
         return leaving
 
-    def _remember(
-        self, step: Step, leaving: Sequence[torch.Tensor], entered: Edges, apart: ParameterEdges
-    ) -> None:
-        """The edges of a graph that was recorded, if it has any that a gradient can come to.
+    def _remember(self, step: Step, leaving: Sequence[torch.Tensor], record: Record) -> None:
+        """Keep the edges of a graph that was recorded, if it has any that a gradient can come to.
 
         What only led to others, such as to the indices of a sort, is let go of.
         """
@@ -266,8 +260,8 @@ class TapeCode:
         graded = [tensor for tensor in ends if tensor is not None]
         if not graded:
             return
-        published = [None if tensor is None else get_gradient_edge(tensor) for tensor in ends]
-        record = step.records[self.index] = Record(entered, published, apart)
+        record.published = [None if end is None else get_gradient_edge(end) for end in ends]
+        step.records[self.index] = record
         if self.large or step.meter is not None:  # small models are metered as large ones run
             end = TapeEnd.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
@@ -293,14 +287,12 @@ class TapeCode:
             return
         if not step.keep:
             step.records[self.index] = None
-        for cut in step.cut_tensors[self.index]:
+        for cut in record.cuts:
             cut.sync_version()
-        if not step.keep:
-            step.cut_tensors[self.index] = []
         outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
         targets: list[tuple[int, bool]] = []  # a slot, and whether its gradient gets its own room
-        for edge, entry in zip(record.entered, self.entries, strict=False):
+        for edge, entry in zip(record.entered, self.entries, strict=True):
             if edge is not None:
                 inputs.append(edge)
                 targets.append((entry.grad, not entry.keeps_strides))
@@ -329,20 +321,10 @@ class TapeCode:
         pairs = [(edge, seed) for edge, seed in found if edge is not None]
         graded = [(edge, seed) for edge, seed in pairs if seed is not None]
         # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
-        apart = self.by_hand and len(graded) < len(pairs)
-        if record.end is not None and graded and not apart:
+        if record.end is not None and graded and len(graded) == len(pairs):
             record.seeds += [seed for _, seed in pairs]
             return [record.end[0]], [record.end[1]]
         return [edge for edge, _ in graded], [seed for _, seed in graded]
-
-
-def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same tensors as the beginning of a graph of their own.
-
-    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
-    """
-    return delayed_error("a tape's backward stops here", tensors)
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:

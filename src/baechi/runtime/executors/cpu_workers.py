@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Final, final
@@ -26,8 +26,10 @@ from baechi.records.instructions import Copy, Free, Place, Program, Wait
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Step
 from baechi.tracing.calling_convention import INSIDE
+from baechi.tracing.guards import Autocast
 
 Action = Callable[[Step], None]
+_State = Callable[[], contextlib.ExitStack]  # makes a context
 
 _UNPLACED: Final = (
     "the module was unplaced within a step and has no workers any more: go backward before "
@@ -111,15 +113,15 @@ class _Gates:
         self._locks: list[threading.Lock] = []
 
     def add(self) -> int:
-        """A new gate, which `reset` closes."""
+        """A new gate, closed."""
         self._locks.append(threading.Lock())
+        self._locks[-1].acquire()
         return len(self._locks) - 1
 
     def reset(self) -> None:
-        """Close all gates, after a failure or at first."""
-        for number in range(len(self._locks)):
-            self._locks[number] = gate = threading.Lock()
-            gate.acquire()
+        """Close all gates after a failure."""
+        for gate in self._locks:
+            gate.acquire(blocking=False)
         self.failure = None
 
     def wait(self, number: int, step: Step) -> None:  # noqa: ARG002 (an action)
@@ -156,7 +158,6 @@ class CpuExecutor:
         self.bound = bound
         self._gates = _Gates()
         self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
-        self._gates.reset()
         self._workers: list[_Worker] = []
         self.threads: int | None = None
         used = sorted({tape.device for tape in program.tapes})
@@ -201,7 +202,7 @@ class CpuExecutor:
             self._run_side_by_side(step, lanes)
 
     def _run_side_by_side(self, step: Step, lanes: Sequence[Sequence[Action]]) -> None:
-        gates, state = self._gates, _ThreadState()
+        gates, state = self._gates, _callers_state()
         if gates.failure is not None:  # a Ctrl-C came while the last failure was cleared away
             gates.reset()
         left = [device for device, actions in enumerate(lanes) if actions]
@@ -227,9 +228,9 @@ def _close_all(workers: Sequence[_Worker]) -> None:
         worker.close()
 
 
-def _run_lane(step: Step, actions: Sequence[Action], state: "_ThreadState", gates: _Gates) -> None:
+def _run_lane(step: Step, actions: Sequence[Action], state: _State, gates: _Gates) -> None:
     try:
-        with state.applied():
+        with state():
             for action in actions:
                 action(step)
     except _Stopped:
@@ -271,24 +272,17 @@ def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[l
     return lanes
 
 
-@final
-class _ThreadState:
-    """The caller's settings that torch keeps per thread, to be applied in workers."""
+def _callers_state() -> _State:
+    """Makes contexts of the caller's settings that torch keeps per thread, for workers."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = Autocast.current()
 
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu")
-        self._dtype = torch.get_autocast_dtype("cpu")
-        self._caching = torch.is_autocast_cache_enabled()
+    def applied() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(autocast.applied())
+        return stack
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """The block runs under them."""
-        with contextlib.ExitStack() as stack:
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            if self._autocast:
-                stack.enter_context(torch.autocast("cpu", self._dtype, cache_enabled=self._caching))
-            yield
+    return applied

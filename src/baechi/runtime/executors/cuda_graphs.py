@@ -201,6 +201,8 @@ class GraphedTape:
             for tensor in tensors_in(value):
                 statics.add(tensor)
         record = scratch.records[code.index]
+        if record is not None:
+            record.cuts.clear()  # a replay reads what is there then
         return _Forward(replay, fills, inputs, slots, results, flags, record)
 
     def _record_backward(self, step: Step, record: Record) -> _Backward | None:

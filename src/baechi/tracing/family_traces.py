@@ -1,7 +1,7 @@
-"""Comparison of a trace with symbolic sizes with one without."""
+"""A traced family at other sizes, and beside a trace without symbols."""
 
-from collections.abc import Iterator
-from types import FunctionType
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +10,43 @@ from torch import fx
 from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
-from baechi.tracing.fx_nodes import node_arguments
-from baechi.tracing.lowering import TracedModule
+from baechi.tracing.fx_nodes import node_arguments, nodes_inside, target_name
+from baechi.tracing.lowering import Lowering, TracedModule, lower
+from baechi.tracing.partition import Partition, living
+
+
+def resized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values; for graphs, not for a profile.
+
+    Keys, by which costs are known, are those of the trace.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    facts = module.family.facts(values)
+    parts = Partition(module.graph_module, facts)
+    lowering = Lowering(module.model, module.graph_module, facts, parts)
+    rows = lowering.tensors()
+    inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
+    ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))
+    module = replace(module, facts=facts)
+    return replace(traced, ops=tuple(ops), tensors=tuple(row for row, _ in rows), module=module)
+
+
+def sized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values: an ordinary trace, to be profiled.
+
+    The example has those sizes, too, filled with what it holds, again and again.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    if tuple(values) == module.family.traced_at:
+        return traced
+    facts, call = module.family.facts(values), module.family.call_at(values)
+    ops, tensors, found = lower(
+        *(module.model, module.graph_module, facts, call, module.family.returned(values))
+    )
+    found = replace(found, attributes=module.attributes, gradients=module.gradients)
+    return replace(traced, ops=ops, tensors=tensors, module=found)
 
 
 def is_same(traced: Traced, other: Traced) -> bool | None:
@@ -27,7 +62,7 @@ def is_same(traced: Traced, other: Traced) -> bool | None:
     given = len(two.call.tensors)
     mine = _program(one.graph_module, one.family.facts(values), given)
     theirs = _program(two.graph_module, two.facts, given)
-    if len(mine) != len(theirs) or not all(map(_same_row, mine, theirs)):
+    if list(map(repr, mine)) != list(map(repr, theirs)):
         return False
     return repr(one.family.returned(values).constants) == repr(two.returned.constants)
 
@@ -43,12 +78,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
-    alive: set[fx.Node] = set()
-    for node in reversed(module.graph.nodes):
-        known = facts.nodes.get(node)
-        kept = known is None or known.writes or known.random or known.checks or known.looks
-        if node in alive or kept or node.op == "placeholder":
-            alive |= {node, *node.all_input_nodes}
+    alive = set(living(module.graph, facts))
 
     def show(node: fx.Node) -> Any:
         if node in names:
@@ -61,8 +91,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             rows.append(("output", fx.node.map_arg(node.args, show)))
             continue
         fact = facts.nodes[node]
-        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
-        number = not acts and node.op not in ("placeholder", "get_attr")
+        number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
         arguments = fx.node.map_arg(_arguments(node, facts), show)
@@ -71,8 +100,10 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             for value in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
-        target = "" if node.op == "placeholder" else _target(node)
-        inside = list(_inside(module, node))
+        target = "" if node.op == "placeholder" else target_name(node)
+        graphs = [inner for inner in nodes_inside(node) if isinstance(inner.target, OpOverload)]
+        names_inside = map(target_name, graphs)
+        inside = [name for name in names_inside if not name.startswith("aten.sym_")]
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(names)}"
     return rows
@@ -93,27 +124,3 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
             if not isinstance(arg, fx.Node) or arg.op == "get_attr" or facts.nodes[arg].values
         ]
     return node.args, dict(node.kwargs)
-
-
-def _target(node: fx.Node) -> str:
-    """What a node runs, by its name; a model's own function is another object in each trace."""
-    if isinstance(node.target, FunctionType):
-        return f"{node.target.__module__}.{node.target.__qualname__}"
-    return str(node.target)
-
-
-def _inside(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """The operators of the graphs that a node runs, in order."""
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            inner = getattr(module, str(argument.target), None)
-            if isinstance(inner, fx.GraphModule):
-                for each in inner.graph.nodes:
-                    name = _target(each)
-                    if isinstance(each.target, OpOverload) and not name.startswith("aten.sym_"):
-                        yield name
-                    yield from _inside(inner, each)
-
-
-def _same_row(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other)

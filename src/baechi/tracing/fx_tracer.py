@@ -1,0 +1,209 @@
+"""Module granularity: `torch.fx` traces a model, and what it cannot trace stays whole.
+
+Modules of torch.nn are leaves, and so is, opaque, every submodule that cannot be traced. Tensors
+that forward makes without its arguments, fx makes once for all calls: where that would show, it is
+refused.
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+
+from baechi.errors import TraceError
+from baechi.torch_support.storages import distinct_storages
+from baechi.torch_support.torch_internals import TorchDispatchMode
+from baechi.tracing.alias_analysis import Facts, propagate
+from baechi.tracing.calling_convention import Call, flat_model
+from baechi.tracing.faithfulness import watched
+from baechi.tracing.fx_nodes import schema_arguments
+from baechi.tracing.guards import Autocast, GradientMode
+from baechi.tracing.pytrees import Structure, tensors_in
+from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
+from baechi.tracing.subgraph import opaque_leaves
+
+
+@final
+class _ModuleTracer(fx.Tracer):
+    """fx's tracer, with buffers as nodes and with chosen submodules as opaque leaves."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._own = own_modules(model)
+        self._opaque = opaque
+        self._modes = _modes()
+        self.path: list[str] = []
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node with the model's own line, as nodes of `torch.export` have it."""
+        if _modes() != self._modes:
+            raise RuntimeError("forward switches gradients or autocast, which fx would lose")
+        if target in _AUTOGRAD:
+            raise RuntimeError("forward looks at autograd's graph, which a trace does not have")
+        node = super().create_node(kind, target, *args, **kwargs)
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__") not in self._own:
+            frame = frame.f_back
+        if frame is not None and node.op not in ("placeholder", "output"):
+            code = frame.f_code
+            row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+            node.stack_trace = "".join(traceback.format_list([row]))
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._opaque or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
+            return super().call_module(m, forward, args, kwargs)
+        self.path.append(path)
+        with buffers_kept(m):
+            result = super().call_module(m, forward, args, kwargs)
+        self.path.pop()  # not in a `finally`: after an error the path is that of the error
+        return result
+
+
+_AUTOGRAD = (
+    *(torch.autograd.grad, torch.autograd.backward),
+    *("backward", "register_hook", "requires_grad_", "retain_grad"),
+)
+
+
+def _modes() -> tuple[bool, Autocast]:
+    return torch.is_grad_enabled(), Autocast.current()
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module, _: Sequence[Any]) -> Iterator[None]:
+    """Run the model's Python for a tracer that loses what it replaces and remembers."""
+    with fakes_removed(model), buffers_kept(model):
+        yield
+
+
+def symbolic_trace(
+    mode: GradientMode, model: nn.Module, call: Call
+) -> tuple[fx.GraphModule, Structure]:
+    """The flat graph, and the structure around its outputs.
+
+    Ever more submodules are opaque: the innermost that fails each time.
+    """
+    flat, returned = flat_model(model, call, _nothing_kept)
+    opaque: frozenset[str] = frozenset()
+    while True:
+        tracer = _ModuleTracer(model, opaque)
+        try:
+            module = _symbolic_module(model, flat, tracer, mode, call)
+            return module, returned[-1]
+        except TraceError:
+            raise
+        except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
+            inner = tracer.path[-1] if tracer.path else "model"
+            if inner == "model":
+                raise
+            opaque |= {inner}
+
+
+def _symbolic_module(
+    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
+) -> fx.GraphModule:
+    with watched(model, mode), _NothingLost(), _types_unasked(model):
+        graph = tracer.trace(flat)
+    module = fx.GraphModule(flat, graph)
+    facts = propagate(module, call.tensors)
+    _refuse_frozen(module, facts)
+    refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
+    return module
+
+
+@contextmanager
+def _types_unasked(model: nn.Module) -> Iterator[None]:
+    """Refuse `isinstance` in the model's code on what fx sees as a proxy."""
+
+    def ask(value: Any, kinds: Any) -> bool:
+        if isinstance(value, fx.Proxy):
+            raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
+        return isinstance(value, kinds)
+
+    is_tensor = patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor))
+    with seen_by(model, "isinstance", ask), is_tensor:
+        yield
+
+
+@contextmanager
+def seen_by(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a builtin function be another one in the model's code, where that has none itself."""
+    scopes = [vars(sys.modules[each]) for each in own_modules(model) if each in sys.modules]
+    scopes = [scope for scope in scopes if name not in scope]
+    for scope in scopes:
+        scope[name] = function
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            del scope[name]
+
+
+def own_modules(model: nn.Module) -> set[str]:
+    """The Python modules of the model's classes, without torch's."""
+    names = {type(part).__module__ for part in model.modules()}
+    return {name for name in names if not name.startswith("torch.")}
+
+
+_MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
+
+
+@final
+class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A check that nothing fx cannot see draws or writes, since a trace would freeze that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError("forward draws random numbers, which fx would freeze")
+        if func._schema.is_mutable:
+            named = schema_arguments(func, args, kwargs)
+            infos = {row.name: row.alias_info for row in func._schema.arguments}
+            written = [
+                value for name, value in named.items() if infos[name] and infos[name].is_write
+            ]
+            if _storages(written).keys() - self._made:
+                raise RuntimeError("forward writes into a tensor of before, which fx would lose")
+        before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
+        result = func(*args, **kwargs)
+        self._made |= {key: t for key, t in _storages(result).items() if key not in before}
+        return result
+
+
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    return distinct_storages([t for t in tensors_in(value) if t.layout is torch.strided])
+
+
+def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
+    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if str(node.target).startswith(_MADE):
+            if any(value.storage in facts.written for value in facts.nodes[node].values):
+                raise RuntimeError("forward writes into a tensor that it makes: fx would freeze it")
+            if any(user.op == "output" for user in node.users):
+                raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
