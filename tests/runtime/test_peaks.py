@@ -251,4 +251,5 @@ def test_what_autograd_holds_is_counted(name: str, costs: str) -> None:
     placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(1), threads_per_device=1)
     (seen,), (said,) = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
     placed.unplace()
-    assert seen <= said <= 1.1 * seen
+    # Of what oneDNN keeps of an LSTM, computed costs have no part that gradients reuse.
+    assert seen <= said <= (1.2 if costs == "estimate" else 1.05) * seen

@@ -149,18 +149,17 @@ class _Gradients:
         """The position down to which a reader's gradient of a node is held."""
         place, base = self._place[node], self._viewed(node)
         others = [other for other in self._users[node] if other != reader]
+        if others:  # it is added to theirs
+            return min(max(others), reader)
         if base is not None and len(self._values(base)) > 1:  # one of several results
-            use = self._place[base]
-        elif base is not None and self._nbytes(node) >= self._nbytes(base):
-            use = self._last_use(base, place, joins)
-        elif base is None and operator_name(node) in _HAND_ON:
+            return self._place[base]
+        if base is not None and self._nbytes(node) >= self._nbytes(base):
+            return self._last_use(base, place, joins)
+        if base is None and operator_name(node) in _HAND_ON:
             joins.add(node)
             sources = filter(self._is_graded, node.all_input_nodes)
-            use = min((self._last_use(one, place, joins) for one in sources), default=place)
-        else:
-            use = 0 if node.op in ("placeholder", "get_attr") else place
-        # Else it is added to theirs.
-        return max(use, min(max(others), reader)) if others else use
+            return min((self._last_use(one, place, joins) for one in sources), default=place)
+        return 0 if node.op in ("placeholder", "get_attr") else place
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
         """What a node is a view of, if it computes nothing."""
