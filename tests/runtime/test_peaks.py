@@ -55,6 +55,31 @@ def test_parts_of_one_gradient_on_four_devices(split: bool, stack: bool) -> None
     assert sorted(rows)[len(rows) // 2] <= 0.05
 
 
+class Dense(nn.Module):
+    """Every layer reads all before it, joined: what leaves a tape is copied beside the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16 * (i + 1), 16) for i in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x.sigmoid()]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)).relu())
+        return torch.cat(found, 1).square()
+
+
+def test_joins_that_take_no_time_by_their_kernels() -> None:
+    traced = baechi.trace(Dense(), (torch.randn(64, 16, requires_grad=True),))
+    graph = traced.graph(baechi.estimate(traced, "cpu"))
+    for seed in range(6):
+        placement = baechi.solve(graph, cpus(2), placer=baechi.RandomPlacer(seed))
+        placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(2), threads_per_device=1)
+        seen, said = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
+        placed.unplace()
+        assert all(one <= two for one, two in zip(seen, said, strict=True))
+
+
 class Frozen(nn.Module):
     """A tower whose parameters ask for gradients that never come, and one output, twice."""
 

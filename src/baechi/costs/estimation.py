@@ -115,7 +115,7 @@ def estimate(
     rows = tuple(
         replace(
             costs[op.key],
-            backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
+            backward_ns=max(costs[op.key].backward_ns, held.least_ns) if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,

@@ -32,10 +32,15 @@ _HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias"}
 
 
 class Held(NamedTuple):
-    """Bytes beside an operator's backward: while it runs, and at its end."""
+    """Bytes beside an operator's backward: while it runs, and at its end.
+
+    The backward of one that joins takes `least_ns`, though it has no kernel: what takes no time has
+    nothing beside what it makes, but a part that leaves its tape is copied beside the whole.
+    """
 
     running: int = 0
     ending: int = 0
+    least_ns: int = 0
 
     def with_own(self, workspace_bytes: int) -> int:
         """Scratch of a backward with these: its own is gone at its end."""
@@ -47,9 +52,10 @@ def held_gradients(traced: Traced) -> list[Held]:
     graph = _Gradients(traced)
     graph.add_parts()
     graph.add_joins()
-    rows = [Held()] * len(traced.ops)
+    rows = [Held(least_ns=int(op in graph.joining)) for op in range(len(traced.ops))]
     for running, ending, op in zip(graph.running, graph.ending, graph.ops, strict=True):
-        rows[op] = Held(max(rows[op].running, running), max(rows[op].ending, ending))
+        row = rows[op]
+        rows[op] = Held(max(row.running, running), max(row.ending, ending), row.least_ns)
     return rows
 
 
@@ -61,6 +67,7 @@ class _Gradients:
     Attributes:
         ops: The operators of the nodes that compute, in program order.
         running, ending: As in `Held`, for each.
+        joining: The operators that join.
     """
 
     traced: Traced
@@ -84,6 +91,11 @@ class _Gradients:
         self.ops = [op for _, op in rows]
         self.running = [0] * len(rows)
         self.ending = [0] * len(rows)
+        self.joining = {
+            op
+            for op in self.traced.differentiated
+            if any(operator_name(node) in _JOINS for node in module.nodes[op])
+        }
 
     def add_parts(self) -> None:
         """Add gradients of whole tensors that come from parts of them."""

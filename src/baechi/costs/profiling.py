@@ -264,7 +264,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
         known = asdict(cost) | {
-            "backward_ns": backward_ns,
+            "backward_ns": max(backward_ns, held[index].least_ns),
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
             "parameter_bytes": op.trained_bytes + op.frozen_bytes,
             "output_bytes": traced.made_bytes[index],
