@@ -71,6 +71,7 @@ void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
 void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_class,
                   Array<int64_t> durations, Array<int32_t> pool, Array<int64_t> memory,
                   Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> overhead, int ports,
+                  Array<int64_t> launch, Array<int32_t> host, Array<uint8_t> ahead,
                   Array<uint8_t> allowed, int32_t max_devices) {
   new (problem) Problem();
   static_cast<Graph&>(*problem) = graph;
@@ -84,6 +85,10 @@ void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_cl
   problem->rate = {vector_of(rate)};
   problem->overhead = {vector_of(overhead)};
   problem->ports = static_cast<Ports>(ports);
+  problem->launch = vector_of(launch);
+  problem->host = vector_of(host);
+  problem->ahead = vector_of(ahead);
+  for (int32_t index : problem->host) problem->hosts = std::max(problem->hosts, index + 1);
   problem->allowed = vector_of(allowed);
   problem->max_devices = max_devices;
   problem->finish();
@@ -230,8 +235,8 @@ NB_MODULE(_core, m) {
 
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,
-           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "overhead"_a, "ports"_a, "allowed"_a,
-           "max_devices"_a);
+           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "overhead"_a, "ports"_a, "launch"_a,
+           "host"_a, "ahead"_a, "allowed"_a, "max_devices"_a);
 
   nb::class_<Halt>(m, "Halt")
       .def(nb::init<>())

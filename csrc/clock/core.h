@@ -7,6 +7,7 @@
 // and groups are indices.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -102,6 +103,10 @@ struct Problem : Graph {
   PairTable latency, rate;            // ns, and bytes per second; rate 0 is no path
   PairTable overhead;                 // ns that a transfer keeps its receiver busy; empty: none do
   Ports ports = Ports::kDuplex;
+  Shared<int64_t> launch;           // per op, ns that its launch takes; empty: none takes any
+  std::vector<int32_t> host;        // per device the host that launches for it, or -1
+  std::vector<uint8_t> ahead;       // per device whether launches may be ahead of their ops
+  int32_t hosts = 0;                // how many there are
   std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
   int32_t max_devices = INT32_MAX;  // how many devices may be used
   std::vector<int32_t> only;        // per group, the one device that is allowed, or -1; or empty
@@ -124,6 +129,27 @@ struct Problem : Graph {
   }
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
     return sent_ns.empty() ? divided_ns(tensor, link(src, dst)) : sent_ns[tensor];
+  }
+  // Time of the op's launch by the device's host; 0 also without one.
+  int64_t launch_ns(int32_t op, int32_t device) const {
+    if (launch.empty() || host[device] < 0) return 0;
+    return ahead[device] ? launch[op] : std::min(launch[op], duration(op, device));
+  }
+  // When the device's host is free, from the hosts' free times; 0 without one.
+  int64_t free_host(int32_t device, const int64_t* host_free) const {
+    return launch.empty() || host[device] < 0 ? 0 : host_free[host[device]];
+  }
+  // When the host lets the op start there at the earliest; 0 where it takes no launch.
+  int64_t launched(int32_t op, int32_t device, const int64_t* host_free) const {
+    const int64_t launch = launch_ns(op, device);
+    return launch == 0 ? 0 : host_free[host[device]] + (ahead[device] ? launch : 0);
+  }
+  // Keeps the host busy with the launch of an op that starts then.
+  void launch_at(int32_t op, int32_t device, int64_t start, int64_t* host_free) const {
+    const int64_t launch = launch_ns(op, device);
+    if (launch == 0) return;
+    int64_t& free = host_free[host[device]];
+    free = (ahead[device] ? free : start) + launch;
   }
 
  private:
@@ -213,6 +239,10 @@ class Timeline {
   int32_t device(int32_t op) const { return device_[op]; }
   int64_t device_free(int32_t device) const { return device_free_[device]; }
   int64_t receive_free(int32_t device) const { return receive_free_[device]; }
+  int64_t host_free(int32_t device) const { return problem_.free_host(device, host_free_.data()); }
+  int64_t launched(int32_t op, int32_t device) const {
+    return problem_.launched(op, device, host_free_.data());
+  }
   int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
   int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
   // Whether some group is placed or reserved there. An unused device has always been empty.
@@ -278,6 +308,10 @@ class Timeline {
 
   std::optional<int64_t> plan(int32_t op, int32_t device) const;
   int32_t find(int32_t tensor, int32_t pool) const;
+  // When the op starts whose inputs arrive at `ready`.
+  int64_t start(int32_t op, int32_t device, int64_t ready) const {
+    return std::max({ready, device_free_[device], launched(op, device)});
+  }
   // Commits the op that was planned last, with the results of `plan`.
   void place(int32_t op, int32_t device, int64_t ready);
   // Time for which the op planned last keeps its device busy, overheads included.
@@ -297,6 +331,7 @@ class Timeline {
   std::vector<int32_t> group_device_;  // per group, -1 until reserved
   LargeVector<Presence> presences_;
   std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
+  std::vector<int64_t> host_free_;                               // per host
   std::vector<uint8_t> used_;                                    // per device
   int32_t devices_used_ = 0;
   std::vector<int64_t> persistent_, held_back_;  // per pool
@@ -317,8 +352,8 @@ class Timeline {
 };
 
 // Per device the first of its twins: devices that differ only in their indices. Twins have the same
-// class, memory, allowed groups and links to and from all others and each other, and share their
-// pool with no other device.
+// class, memory, allowed groups, host and links to and from all others and each other, and share
+// their pool with no other device.
 std::vector<int32_t> first_twins(const Problem& problem);
 
 // Commits ops to `timeline`, each time the pair with the smallest (earliest start, op, device)

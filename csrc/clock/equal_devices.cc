@@ -33,6 +33,7 @@ class Twins {
   }
 
   bool equal(int32_t a, int32_t b) const {
+    if (!problem_.launch.empty() && !same_host(a, b)) return false;
     const int32_t pools[] = {problem_.pool[a], problem_.pool[b]};
     if (problem_.device_class[a] != problem_.device_class[b]) return false;
     if (problem_.memory[pools[0]] != problem_.memory[pools[1]]) return false;
@@ -48,6 +49,16 @@ class Twins {
   }
 
  private:
+  // Devices that are alone on their hosts differ in its index alone.
+  bool same_host(int32_t a, int32_t b) const {
+    const std::vector<int32_t>& host = problem_.host;
+    if (problem_.ahead[a] != problem_.ahead[b] || (host[a] < 0) != (host[b] < 0)) return false;
+    return host[a] == host[b] || (alone_on_host(host[a]) && alone_on_host(host[b]));
+  }
+  bool alone_on_host(int32_t index) const {
+    return std::count(problem_.host.begin(), problem_.host.end(), index) == 1;
+  }
+
   // The links between `a` and another device; the same for twins of `a`.
   uint64_t both_ways(int32_t a, int32_t b) const {
     const uint64_t salt = static_cast<uint64_t>(b);

@@ -93,6 +93,7 @@ Timeline::Timeline(const Problem& problem)
       device_free_(problem.devices, 0),
       send_free_(problem.devices, 0),
       receive_free_(problem.devices, 0),
+      host_free_(problem.hosts, 0),
       used_(problem.devices, 0),
       persistent_(problem.pools, 0),
       held_back_(problem.pools, 0),
@@ -182,7 +183,7 @@ std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
 std::optional<int64_t> Timeline::earliest_start(int32_t op, int32_t device) const {
   const std::optional<int64_t> ready = arrival(op, device);
   if (!ready) return std::nullopt;
-  return std::max(*ready, device_free_[device]);
+  return this->start(op, device, *ready);
 }
 
 std::optional<int64_t> Timeline::earliest_end(int32_t op, int32_t device) const {
@@ -289,7 +290,7 @@ const Span& Timeline::commit(int32_t op, int32_t device) {
 }
 
 void Timeline::place(int32_t op, int32_t device, int64_t ready) {
-  const int64_t start = std::max(ready, device_free_[device]);
+  const int64_t start = this->start(op, device, ready);
   const int64_t end = start + busy_ns(op, device);
   const int32_t pool = problem_.pool[device];
   Profile& profile = profiles_[pool];
@@ -326,6 +327,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
     if (--presences_[tensor].remaining == 0) release(tensor);
   }
   device_free_[device] = end;
+  problem_.launch_at(op, device, start, host_free_.data());
   makespan_ = std::max(makespan_, end);
   spans_->push_back({op, device, start, end});
 }

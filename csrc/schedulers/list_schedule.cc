@@ -6,13 +6,14 @@
 // device is on top of one of them, and the best pair of all is the best of the devices'. Pairs that
 // wait for nothing but the receive port all get later with each transfer there; they are in a third
 // heap, `receiving`, by (time that they need the port, op), so that their keys move with the port.
+// Those that wait for nothing but the host are likewise in `launching`.
 //
-// Keys are lower bounds: ports and devices only become busier, so an arrival never gets earlier,
-// except where another op brings one of the inputs, and there the pair is pushed afresh. A pair is
-// checked again when it comes to the top, and sinks if it got later. A pair without room is set
-// aside until an event that could give it room. Entries are never removed early, so an op may be in
-// a heap twice; committed ops are dropped on access. A tournament of the tops selects the next
-// device to examine, so that a step examines few.
+// Keys are lower bounds: ports, hosts and devices only get busier, so an arrival never gets
+// earlier, except where another op brings one of the inputs, and there the pair is pushed afresh. A
+// pair is checked again when it comes to the top, and sinks if it got later. A pair without room is
+// set aside until an event that could give it room. Entries are never removed early, so an op may
+// be in a heap twice; committed ops are dropped on access. A tournament of the tops selects the
+// next device to examine, so that a step examines few.
 //
 // Unused twins (`first_twins`) are equal in everything but the index, and the lowest index wins:
 // only the first of them has queues, and the next gets them when the first is used. So of a
@@ -47,7 +48,7 @@ constexpr Entry kNoEntry = {kForever, INT32_MAX};
 
 struct Queue {
   MinHeap<int32_t> available;
-  MinHeap<Entry> pending, receiving;
+  MinHeap<Entry> pending, receiving, launching;
   std::vector<int32_t> full, crowded;
 };
 
@@ -153,12 +154,17 @@ class Scheduler {
     const std::optional<int64_t> arrival = timeline_.arrival(op, device);
     if (!arrival) return;
     wait(op, device, *arrival);
-    tops_.lower(device, {std::max(*arrival, timeline_.device_free(device)), op, device});
+    tops_.lower(device, {*timeline_.earliest_start(op, device), op, device});
   }
 
-  // Into the heap of what arrives then.
+  // Into the heap of what arrives then, or is launched no earlier.
   void wait(int32_t op, int32_t device, int64_t arrival) {
     Queue& queue = queues_[device];
+    const int64_t launched = timeline_.launched(op, device);
+    if (launched > 0 && launched >= arrival) {
+      queue.launching.emplace(launched - timeline_.host_free(device), op);
+      return;
+    }
     const int64_t port_ns = timeline_.receiving_ns(op, device);
     if (port_ns > 0 && arrival == timeline_.receive_free(device) + port_ns) {
       queue.receiving.emplace(port_ns, op);
@@ -180,14 +186,25 @@ class Scheduler {
     const int64_t free = timeline_.device_free(device), port = timeline_.receive_free(device);
     make_available(queue, queue.pending, free);
     make_available(queue, queue.receiving, free - port);
+    make_available(queue, queue.launching, free - timeline_.host_free(device));
     if (!queue.available.empty()) return {free, queue.available.top(), device};
-    const Entry first = std::min(queue.pending.empty() ? kNoEntry : queue.pending.top(),
-                                 queue.receiving.empty() ? kNoEntry : received(queue, port));
-    return first == kNoEntry ? kNoPair : Pair{first.first, first.second, device};
+    const Entry entry = first(device).first;
+    return entry == kNoEntry ? kNoPair : Pair{entry.first, entry.second, device};
   }
 
-  static Entry received(const Queue& queue, int64_t port) {
-    return {port + queue.receiving.top().first, queue.receiving.top().second};
+  // The best entry of the heaps by time, and its heap.
+  std::pair<Entry, MinHeap<Entry>*> first(int32_t device) {
+    Queue& queue = queues_[device];
+    std::pair<Entry, MinHeap<Entry>*> best{kNoEntry, &queue.pending};
+    const auto look = [&best](MinHeap<Entry>& heap, int64_t base) {
+      if (heap.empty()) return;
+      const Entry entry{base + heap.top().first, heap.top().second};
+      if (entry < best.first) best = {entry, &heap};
+    };
+    look(queue.pending, 0);
+    look(queue.receiving, timeline_.receive_free(device));
+    look(queue.launching, timeline_.host_free(device));
+    return best;
   }
 
   void make_available(Queue& queue, MinHeap<Entry>& heap, int64_t until) const {
@@ -216,7 +233,7 @@ class Scheduler {
       }
     }
     pop(pair.device);
-    // It starts when its inputs arrive, since the device is free before.
+    // It starts when its inputs arrive or it is launched, since the device is free before.
     if (start && *start > pair.start) wait(pair.op, pair.device, *start);
     return false;
   }
@@ -225,10 +242,7 @@ class Scheduler {
   void pop(int32_t device) {
     Queue& queue = queues_[device];
     if (!queue.available.empty()) return queue.available.pop();
-    const bool receives = !queue.receiving.empty() &&
-                          (queue.pending.empty() ||
-                           received(queue, timeline_.receive_free(device)) < queue.pending.top());
-    (receives ? queue.receiving : queue.pending).pop();
+    first(device).second->pop();
   }
 
   // The best pair of a device that has room. Its entry stays on top.

@@ -75,13 +75,14 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
   Problem part = problem;
   std::vector<int32_t> index(problem.ops, -1), group_index(problem.groups, -1), group, producer;
   std::vector<int32_t> groups;
-  std::vector<int64_t> workspace, persistent, nbytes;
+  std::vector<int64_t> workspace, launch, persistent, nbytes;
   std::vector<uint8_t> kept;
   double all = 0, here = 0;
   for (int64_t bytes : problem.group_persistent) all += static_cast<double>(bytes);
   for (int32_t op : ops) {
     index[op] = static_cast<int32_t>(workspace.size());
     workspace.push_back(problem.workspace[op]);
+    if (!problem.launch.empty()) launch.push_back(problem.launch[op]);
     int32_t& at = group_index[problem.group[op]];
     if (at < 0) {
       at = static_cast<int32_t>(groups.size());
@@ -122,6 +123,7 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
     if (share < 1) memory = static_cast<int64_t>(static_cast<double>(memory) * share);
   }
   part.workspace = std::move(workspace);
+  part.launch = std::move(launch);
   part.group = std::move(group);
   part.group_persistent = std::move(persistent);
   part.producer = std::move(producer);

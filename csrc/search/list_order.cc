@@ -2,8 +2,9 @@
 //
 // The rank of an op is the longest path from its start to the end of the step, with the transfers
 // required by its device. A free device takes the op of highest rank among those whose inputs have
-// arrived, or else the op whose inputs arrive first. Ports and arrivals follow the clock, except
-// for copies within a pool, which any of its devices may have fetched.
+// arrived, or else the op whose inputs arrive first. Ports, hosts and arrivals follow the clock,
+// except for copies within a pool, which any of its devices may have fetched; and an op waits for
+// its device's host even if it takes no launch.
 #include <algorithm>
 #include <utility>
 
@@ -33,6 +34,7 @@ class Listing {
         free_(problem.devices, 0),
         send_(problem.devices, 0),
         receive_(problem.devices, 0),
+        host_(problem.hosts, 0),
         end_(problem.ops, 0),
         waiting_(problem.ops, 0),
         fetches_(problem.ops, 0),
@@ -46,8 +48,10 @@ class Listing {
       if (waiting_[op] == 0) push(coming_[devices_[op]], 0, op);
     }
     while (static_cast<int32_t>(order.size()) < problem_.ops) {
-      const auto [start, op] = next();
+      const auto [now, op] = next();
       order.push_back(op);
+      const int64_t start = std::max(now, problem_.launched(op, devices_[op], host_.data()));
+      problem_.launch_at(op, devices_[op], start, host_.data());
       int64_t end = start + problem_.duration(op, devices_[op]);
       if (fetches_[op]) {
         arrival(op, true);
@@ -91,7 +95,7 @@ class Listing {
       for (int32_t d = 0; d < problem_.devices; ++d) {
         if (ready_[d].empty() && coming_[d].empty()) continue;
         const int64_t first = ready_[d].empty() ? -coming_[d].front().first : 0;
-        const int64_t start = std::max(free_[d], first);
+        const int64_t start = std::max({free_[d], first, problem_.free_host(d, host_.data())});
         if (start < now) {
           now = start;
           device = d;
@@ -153,7 +157,7 @@ class Listing {
   // Per device two heaps: of ops whose inputs are on their way, by arrival, and of those that could
   // start, by rank.
   std::vector<std::vector<Entry>> coming_, ready_;
-  std::vector<int64_t> free_, send_, receive_, end_, waiting_;
+  std::vector<int64_t> free_, send_, receive_, host_, end_, waiting_;
   std::vector<uint8_t> fetches_;  // per op, whether something had to be sent when it was first seen
   std::vector<int64_t> copies_;   // per tensor and pool, when it is there, or -1
   std::vector<std::pair<int64_t, int32_t>> missing_;

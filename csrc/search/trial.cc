@@ -21,7 +21,7 @@ Trial::Trial(const Problem& problem, const std::vector<int32_t>& devices,
       end_(problem.ops, 0),
       busy_(problem.ops, 0),
       copies_(static_cast<size_t>(problem.tensors) * problem.pools),
-      state_(static_cast<size_t>(problem.devices) * 4),
+      state_(static_cast<size_t>(problem.devices) * 4 + problem.hosts),
       events_(problem.pools) {
   std::vector<int64_t> fastest(problem.ops, 0);
   for (int32_t op = 0; op < problem.ops; ++op) {
@@ -165,8 +165,8 @@ void Trial::count() {
 bool Trial::commit(int32_t op) {
   const int32_t devices = problem_.devices, device = device_[op], pool = problem_.pool[device];
   int64_t *free = state_.data(), *send = free + devices, *receive = send + devices,
-          *done = receive + devices;
-  int64_t ready = free[device];
+          *done = receive + devices, *host = done + devices;
+  int64_t ready = std::max(free[device], problem_.launched(op, device, host));
   planned_.clear();
   for (int32_t tensor : Row(problem_.inputs, op)) {
     const int32_t producer = problem_.producer[tensor], src = device_[producer];
@@ -211,6 +211,7 @@ bool Trial::commit(int32_t op) {
     busy += problem_.overhead_ns(src, device);
   }
   const int64_t end = ready + busy;
+  problem_.launch_at(op, device, ready, host);
   end_[op] = free[device] = end;
   busy_[op] = busy;
   done[device] += problem_.duration(op, device);
@@ -283,9 +284,15 @@ void Trial::settle() {
 
 std::vector<int32_t> Trial::critical() const {
   std::vector<int32_t> before(problem_.ops, -1), last(problem_.devices, -1), path;
+  std::vector<int32_t> launched(problem_.ops, -1), last_launch(problem_.hosts, -1);
+  std::vector<int64_t> launches_end(problem_.ops, 0), host_free(problem_.hosts, 0);
   for (int32_t op : order_) {
     before[op] = last[device_[op]];
     last[device_[op]] = op;
+    if (problem_.launch_ns(op, device_[op]) == 0) continue;
+    launches_end[op] = problem_.launched(op, device_[op], host_free.data());
+    problem_.launch_at(op, device_[op], start(op), host_free.data());
+    launched[op] = std::exchange(last_launch[problem_.host[device_[op]]], op);
   }
   int32_t op = -1;
   for (int32_t other : last) {
@@ -296,6 +303,7 @@ std::vector<int32_t> Trial::critical() const {
     const int64_t begin = start(op);
     const int32_t previous = before[op];
     int32_t cause = previous >= 0 && end_[previous] == begin ? previous : -1;
+    if (cause < 0 && launches_end[op] == begin) cause = launched[op];
     if (cause < 0) {
       int64_t latest = -1;
       for (int32_t tensor : Row(problem_.inputs, op)) {

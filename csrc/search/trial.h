@@ -105,7 +105,8 @@ class Trial {
   int64_t makespan_ = 0, evaluations_ = 0, limit_ = 0;
   double finishes_ = 0;
 
-  // State of the fold: free times of devices, send and receive ports, and work done, per device.
+  // State of the fold: free times of devices, send and receive ports, and work done, per device;
+  // free times of hosts.
   std::vector<int64_t> state_;
   std::vector<int64_t> checkpoints_;     // two of each, `live_` says which one counts
   std::vector<uint8_t> live_;            // per checkpoint

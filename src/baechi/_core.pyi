@@ -30,6 +30,9 @@ class Problem:
         rate: NDArray[int64],
         overhead: NDArray[int64],
         ports: int,
+        launch: NDArray[int64],
+        host: NDArray[int32],
+        ahead: NDArray[uint8],
         allowed: NDArray[uint8],
         max_devices: int,
     ) -> None: ...

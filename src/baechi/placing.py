@@ -24,7 +24,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import simulate
+from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -40,9 +40,11 @@ from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state,
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
+from baechi.runtime.split_guard import compare
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import Weights
+from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
@@ -72,6 +74,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    guard: bool = True,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
@@ -108,6 +111,8 @@ def place(
             least recently used is dropped for one more, with a warning the first time.
         constraints: Constraints besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        guard: Where `auto` splits a model that fits one device, measure a few steps of both and
+            keep the faster. A second run remembers the outcome.
         compile: Hand every segment to `torch.compile`, as in `apply`.
         cuda_graphs: Whether to capture work on CUDA devices as CUDA graphs, as in `apply`.
         checkpoint: Submodules that keep only their inputs for the backward and run forward again
@@ -135,7 +140,8 @@ def place(
         raise InputError(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
-    for option, what in ((training, "training"), (verify, "verify"), (progress, "progress")):
+    options = {"training": training, "verify": verify, "progress": progress, "guard": guard}
+    for what, option in options.items():
         check_is(option, bool, what)
     check_optimizer(optimizer)
     placer_of(placer)
@@ -162,6 +168,9 @@ def place(
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
+        # A tape is one launch then, and the next is under way before it ends.
+        rows = tuple(replace(device, host="") for device in cluster.devices)
+        cluster = replace(cluster, devices=rows)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
@@ -175,10 +184,11 @@ def place(
         threads=threads_per_device,
         constraints=constraints,
         effort=effort,
+        guard=guard and placer == "auto",
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
-        traces=CallTraces(dynamic if compile is False else False, say),
+        traces=CallTraces(dynamic, say),
         say=say,
         weights=loader,
     )
@@ -220,6 +230,7 @@ class _Planner:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    guard: bool
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
@@ -230,9 +241,10 @@ class _Planner:
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
         for special in kin:
-            values = special.joined(call) if special.attributes.hold() else None
+            values = special.joined(call) if special.holds() else None
             if values is None or special.admission is None or special.admission.missing(values):
                 continue
+            _keep_graphs(special, values)
             if self.verify:
                 unsplit = Unsplit(model)
                 special.settle()
@@ -248,8 +260,10 @@ class _Planner:
         homes: Mapping[torch.Tensor, int],
     ) -> Executable:
         gradients = torch.is_grad_enabled()
+        # Collections are a tenth of the time; but what is measured is to leave no memory behind.
+        alone = nullcontext() if self.costs == "measure" else no_collections()
         # A first call without gradients must not make a plan that has none.
-        with torch.inference_mode(False), torch.enable_grad(), unhooked():
+        with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
             if self.weights is None:
                 refuse_meta(model)
             call = _own_objects(model, _beside(model, call))
@@ -258,13 +272,16 @@ class _Planner:
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
             with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = self.traces.trace(model, call, kin)
+                taken = self.joined(model, call, [each for each in kin if each.traced is traced])
+            if taken is not None:
+                return taken
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
-            values = self.traces.reference(traced, call, kin)
+            shapes = self.traces.references(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
-                    traced if values is None else sized(traced, values), homes
+                    traced if shapes is None else sized(traced, shapes[0]), homes
                 )
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
@@ -272,23 +289,62 @@ class _Planner:
                 self.say("reading weights")
                 self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
-            special = executable(
-                *(traced, placement, None, graph, self.cluster),
-                *(self.threads, self.compile, self.cuda_graphs),
-            )
+            special = self._executable(traced, graph, placement)
+            special = self._guarded(special, homes)
+            placement = special.placement
             special.note = self.traces.note(model, call, kin)
-            if values is not None:
+            if shapes is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
-                    *(checkpoint, values),
+                    *(checkpoint, *shapes, self._profiles),
                     replayed=self.cuda_graphs is not False,
                 )
+                _keep_graphs(special, shapes[0])
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
                 self.say(_outlook(schedule, self.cluster, placement))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
+
+    def _executable(self, traced: Traced, graph: OpGraph, placement: Placement) -> Executable:
+        special = executable(
+            *(traced, placement, None, graph, self.cluster),
+            *(self.threads, self.compile, self.cuda_graphs),
+        )
+        if not self.needs_runtime and len(set(placement.devices)) == 1:
+            peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
+            if not overflows(Schedule((), (), peaks), self.cluster, self.constraints):
+                special.unsplit_on = self.places[placement.devices[0]]
+        special.wants_gradients = self.training
+        return special
+
+    def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
+        """What is faster by measurement: a split, or all on the best device, where that fits."""
+        traced, graph = split.traced, cast(OpGraph, split.graph)
+        if not self.guard or self.checkpoint or len(set(split.placement.devices)) == 1:
+            return split
+        constraints = pinned(traced, self.cluster, homes, self.constraints)
+        try:
+            placement = solve_with_held(
+                *(graph, self.cluster, "single", self._gpus), constraints=constraints
+            )
+        except (InfeasibleError, InputError):
+            return split
+        single = self._executable(traced, graph, placement)
+        found = compare(split, single)
+        self.say(str(found))
+        kept, dropped = (split, single) if found.prefers_split else (single, split)
+        dropped.close()
+        kept.settle()
+        kept.comparison = str(found)
+        return kept
+
+    @property
+    def needs_runtime(self) -> bool:
+        """True if an option asks for what only the runtime does."""
+        wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads)
+        return any(wish not in (False, None) for wish in wishes)
 
     @property
     def _gpus(self) -> list[str | None]:
@@ -397,6 +453,12 @@ class _Planner:
             profile(traced, place, threads=threads, progress=self.progress)
             for place in first.values()
         ]
+
+
+def _keep_graphs(special: Executable, values: Sequence[int]) -> None:
+    """Let a plan keep CUDA graphs of as many shapes as fit at once."""
+    if special.graphs is not None and special.admission is not None:
+        special.graphs.most_shapes = special.admission.most_replayed(values)
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import baechi
+from baechi import placing
 from baechi.runtime import placed_state
 from baechi.runtime.executable import Executable
 from baechi.runtime.placed_module import installed
@@ -39,6 +40,19 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     step = format_ns(placed.schedule.makespan_ns)
     assert f"predicted: {step} a step, on 1 of 2 devices; the fullest, cpu:0, holds " in said
     assert "of 1.0 GiB" in said
+
+
+@pytest.mark.parametrize(("cuda_graphs", "host"), [(False, "h"), ("auto", ""), (True, "")])
+def test_as_cuda_graphs_operators_are_not_launched_one_by_one(
+    cuda_graphs: Any, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[baechi.Cluster] = []
+    monkeypatch.setattr(placing, "check_wish", lambda *_: None)  # there is no GPU
+    monkeypatch.setattr(placing, "_Planner", lambda **parts: seen.append(parts["cluster"]))
+    devices = [baechi.Device(f"cpu:{i}", "1GiB", host="h") for i in range(2)]
+    cluster = baechi.Cluster.connected(devices, baechi.Link(0, 10**9))
+    baechi.place(model(), cluster, cuda_graphs=cuda_graphs)
+    assert [device.host for device in seen[0].devices] == [host, host]
 
 
 class CheckpointedLayer(nn.Module):

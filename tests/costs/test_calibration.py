@@ -26,6 +26,7 @@ TRUE = Calibration(
         Efficiency("pooling", "fp32", 0.0021, 0.6, "made up"),
     ),
     launch_ns=7_100,
+    host_launch_ns=4_200,
 )
 
 
@@ -61,6 +62,7 @@ def test_efficiencies_that_made_a_profile_are_found_again():
     found = calibrate([(traced, measured(traced)) for traced in traces])
     kind, true = find("cpu").calibrated(found), find("cpu").calibrated(TRUE)
     assert abs(found.launch_ns - TRUE.launch_ns) <= 2
+    assert found.host_launch_ns == TRUE.host_launch_ns
     for op_class, bound in (
         ("matmul", "compute"),
         ("convolution", "compute"),

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
-from baechi.costs.estimation import SEEN, UNSEEN, UNSEEN_BACKWARD, rounded_classes, workloads
+from baechi.costs.estimation import (
+    SEEN,
+    UNSEEN,
+    UNSEEN_BACKWARD,
+    rescaled,
+    rounded_classes,
+    workloads,
+)
 from baechi.records.device_kinds import Kernel, find
 
 KIND = "H100-SXM-80GB"
@@ -189,6 +196,8 @@ def test_the_time_of_a_product_by_hand():
     (cost,) = [cost for cost in profile.costs if cost.forward_ns]
     assert abs(cost.forward_ns - (ideal_ns / share + kind.launch_ns)) < 2
     assert abs(cost.backward_ns - (ideal_ns / share + kind.launch_ns)) < 2
+    # The host launches one kernel each way.
+    assert cost.forward_launch_ns == cost.backward_launch_ns == kind.host_launch_ns == 5_000
 
 
 def test_tf32_is_for_the_products_that_are_told():
@@ -471,3 +480,30 @@ def test_a_model_that_fits_nowhere_here_is_traced_estimated_and_solved():
     weights = (found["weights"] - 2 * 128256 * 8192) / 2
     assert found["forward_ns"] > 1e9 * 2 * weights * 2048 / 989.4e12
     assert found["makespan_ns"] >= found["forward_ns"] // 2
+
+
+@pytest.mark.parametrize(
+    ("points", "at", "found"),
+    [
+        ([(10, 50), (20, 90)], 15, 70),  # between, and beyond on the line
+        ([(20, 90), (10, 50)], 40, 170),
+        ([(10, 50), (20, 90)], 5, 30),
+        ([(10, 50), (20, 150)], 4, 20),  # never below what is in proportion
+        ([(10, 90), (20, 50)], 15, 70),  # noise: on the line between, in proportion beyond
+        ([(10, 90), (20, 50)], 40, 100),
+        ([(10, 90), (20, 50)], 5, 45),
+        ([(10, 50), (10, 70)], 20, 140),
+        ([(10, 50)], 30, 150),
+        ([(0, 7)], 0, 7),
+    ],
+)
+def test_times_at_another_size_follow_from_those_at_two(
+    points: list[tuple[int, int]], at: int, found: int
+) -> None:
+    def profile(kind: str, time_ns: int) -> baechi.Profile:
+        costs = (baechi.OpCost(forward_ns=time_ns, backward_ns=2 * time_ns, saved_bytes=at),)
+        return baechi.Profile(traced_digest="any", kind=kind, costs=costs)
+
+    known = [(profile("mine", y), profile("cpu", x)) for x, y in points]
+    expected = profile("mine", found)
+    assert rescaled(known, profile("cpu", at)) == expected

@@ -221,7 +221,17 @@ def test_sizes_are_of_the_first_pass() -> None:
         found = bench.operator(1, known)
     times = {"forward_ns": 1, "backward_ns": 2, "forward_spread_ns": 7, "backward_spread_ns": 8}
     assert found.forward_ns > 1
-    assert replace(found, **times) == known
+    assert replace(found, forward_launch_ns=0, **times) == known
+
+
+def test_on_a_cpu_a_call_holds_the_lock_for_a_part_of_its_time() -> None:
+    for size in (1, 1024):
+        traced = baechi.trace(nn.Linear(size, size), (torch.randn(size, size),))
+        costs = baechi.profile(traced, threads=1, progress=False, cache=False).costs
+        (cost,) = [cost for cost in costs if cost.forward_ns]
+        assert 0 < cost.forward_launch_ns <= cost.forward_ns
+        assert cost.backward_launch_ns == 0  # autograd's engine holds no lock
+    assert cost.forward_launch_ns < cost.forward_ns / 10
 
 
 def test_adding_up_gradients_is_in_the_backward_of_who_made_the_tensor() -> None:

@@ -111,6 +111,16 @@ def test_the_lowest_counts_and_the_next_confirms_it(passes, ns, spread_ns) -> No
     assert known == expected
 
 
+def test_of_launches_the_lowest_counts() -> None:
+    passes = [(900, 50), (700, 80), (800, 40)]
+    known = None
+    for forward, backward in passes:
+        known = with_pass(
+            known, Measured(1, 1, forward_launch_ns=forward, backward_launch_ns=backward)
+        )
+    assert (known.forward_launch_ns, known.backward_launch_ns) == (700, 40)
+
+
 def test_forward_and_backward_are_settled_apart() -> None:
     known = with_pass(with_pass(None, Measured(10_000, 60_000)), Measured(10_100, 20_000))
     assert (known.forward_spread_ns, known.backward_spread_ns) == (100, 40_000)

@@ -180,6 +180,7 @@ def kernels(player: Player, took: float, launching: float) -> Callable[[int], Se
 def test_launching_is_in_no_reading(player: Player, took: float, launching: float) -> None:
     (reading,) = CudaTimer(DEVICE).time([kernels(player, took, launching)])
     assert reading.ns == pytest.approx(took, rel=0.01)
+    assert reading.launch_ns == launching
 
 
 def test_timers_of_a_device_capture_on_one_stream(player: Player) -> None:

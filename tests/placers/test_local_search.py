@@ -10,7 +10,7 @@ from benchmarks.placement_quality.mirroring import mirrored
 from hypothesis import given
 from hypothesis import strategies as st
 from seeds import seeds
-from strategies import clusters, constraints_for, dense, graphs, placements, tight
+from strategies import clusters, constraints_for, dense, graphs, hosted, launched, placements, tight
 
 from baechi import (
     HEFT,
@@ -113,7 +113,7 @@ def test_a_search_keeps_to_constraints_and_links(data, budget, draw):
     check(problem, *anything(problem, draw), budget)
 
 
-@pytest.mark.parametrize("family", [tight, dense])
+@pytest.mark.parametrize("family", [tight, dense, launched])
 @pytest.mark.parametrize("budget", [0, 2_000])
 def test_the_clock_is_exact_where_memory_is_tight_and_links_are_busy(family, budget):
     for seed in seeds(600):
@@ -131,7 +131,10 @@ def test_the_clock_is_exact_on_steps_of_training(ports):
         pool = draw.choice(["", "p"])
         memory = int(held * draw.uniform(0.2, 0.8))
         devices = [Device(f"d{i}", memory, pool=pool if i < 2 else "") for i in range(4)]
-        problem = Problem(graph, Cluster.connected(devices, generators.LINK, ports=ports))
+        cluster = Cluster.connected(devices, generators.LINK, ports=ports)
+        problem = Problem(graph, cluster)
+        if seed % 2:
+            problem = Problem(*hosted(graph, cluster, seed, longest=(50_000, 500_000)))
         check(problem, *anything(problem, draw), 40_000, seed)
 
 
@@ -195,7 +198,8 @@ def test_a_listed_order_knows_that_ports_are_busy():
 
 @given(st.data(), st.randoms(use_true_random=False))
 def test_no_device_waits_in_a_listed_order_while_an_op_could_start(data, draw):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters(uniform=True))
+    graph = data.draw(graphs(max_ops=12, launched=False))
+    cluster = data.draw(clusters(uniform=True))
     problem = Problem(graph, cluster)
     devices, _ = anything(problem, draw)
     timeline, left = problem.timeline(), set(range(len(graph.ops)))
@@ -466,6 +470,20 @@ def test_an_interrupt_ends_the_searches_that_run(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         improved(problem, [], SHORT)
     assert seen[-1].closed
+
+
+def test_a_search_ends_where_its_first_stages_gain_nothing():
+    graph = generators.layered(0, 60, ccr=1.0)
+    problem = Problem(graph, Cluster.uniform(4, generators.AMPLE, generators.LINK))
+    budget = replace(BALANCED, per_op=8_000)
+    best = LocalSearch(budget=replace(BALANCED, per_op=40_000)).place(problem)
+    once, whole = (
+        improved(problem, [best], budget),
+        improved(problem, [best], replace(budget, patience=3)),
+    )
+    assert once.stats["makespan_ns"] > lower_bound_ns(problem) * 1.001
+    assert once.stats["makespan_ns"] == whole.stats["makespan_ns"]
+    assert once.stats["evaluations"] < 0.6 * whole.stats["evaluations"]
 
 
 def test_a_search_may_start_without_partitions():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle, list_schedule
 from seeds import seeds
-from strategies import clusters, dense, graphs, random_favorites, tight
+from strategies import clusters, dense, graphs, hosted, launched, random_favorites, tight
 
 from baechi import (
     HEFT,
@@ -84,6 +84,13 @@ def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight():
             assert_schedulers_agree(graph, cluster, children, headroom=0.25)
 
 
+@pytest.mark.parametrize("seed", seeds(200))
+def test_the_list_scheduler_agrees_with_the_oracle_where_hosts_are_busy(seed):
+    graph, cluster = launched(seed)
+    children = random_favorites(graph, seed) if seed % 4 > 1 else None
+    assert_schedulers_agree(graph, cluster, children)
+
+
 # In the last four an op starts earlier than it seemed at first, because another brought an input:
 # this is rare, and they were searched for.
 @pytest.mark.parametrize("seed", [*seeds(40), 4566, 5893, 9860, 10133])
@@ -118,6 +125,17 @@ def test_the_list_scheduler_agrees_with_the_oracle_where_devices_are_equal():
         graph = (dense(seed) if seed % 3 else tight(seed))[0]
         children = random_favorites(graph, seed) if seed % 2 else None
         assert_schedulers_agree(graph, islands(seed), children, headroom=0.25 * (seed % 5 == 0))
+
+
+def test_the_list_scheduler_agrees_with_the_oracle_where_equal_devices_have_hosts():
+    for seed in seeds(100):
+        graph, cluster = hosted(dense(seed)[0], islands(seed), seed)
+        per, ahead = 1 + seed % 3, bool(seed % 2)  # a host for each device, or for a few
+        devices = tuple(
+            replace(row, host=f"h{i // per}", launches_ahead=ahead)
+            for i, row in enumerate(cluster.devices)
+        )
+        assert_schedulers_agree(graph, replace(cluster, devices=devices), None)
 
 
 def test_equal_devices_that_are_reserved_or_forbidden_are_not_taken_for_unused_ones():

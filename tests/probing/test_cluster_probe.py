@@ -47,6 +47,19 @@ def test_capacities_names_devices_and_clusters_are_taken() -> None:
     assert len(baechi.probe("cpu:0").devices) == 1
 
 
+def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "torch_device": lambda name: torch.device(name.split("/")[0]),
+        "_free_bytes": lambda *_: 5,
+        "device_kind": lambda place: place.type,
+        "_links": lambda names, _: (((Link(0, 1),) * len(names),) * len(names), {}),
+    }.items():
+        monkeypatch.setattr(cluster_probe, name, value)
+    cluster = baechi.probe(["cuda:0/a", "cuda:0/b", "cuda:1", "cpu:0"])
+    assert [device.host for device in cluster.devices] == ["python"] * 3 + [""]
+    assert all(device.launches_ahead for device in cluster.devices)
+
+
 def test_without_names_there_is_always_a_device() -> None:
     assert baechi.probe().devices
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from seeds import seeds
-from strategies import clusters, dense, graphs, placements, tight
+from strategies import clusters, dense, graphs, launched, placements, tight
 
 from baechi import (
     METF,
@@ -61,7 +61,7 @@ def test_no_part_passes_a_valid_schedule(data, graph, cluster):
 
 
 @pytest.mark.parametrize("factor", [1, 10])
-@pytest.mark.parametrize("family", [tight, dense])
+@pytest.mark.parametrize("family", [tight, dense, launched])
 def test_no_part_passes_what_a_placer_finds(family, factor):
     checked = 0
     count = seeds(150)
@@ -205,6 +205,26 @@ POOL = [Device("s0", 200, pool="gpu"), Device("s1", 200, pool="gpu")]
 )  # fmt: skip
 def test_worked_examples(graph, cluster, name, bound):
     assert parts(Problem(graph, cluster))[name] == bound
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ahead", "max_devices", "bound"),
+    [
+        ("hh", True, None, 60),  # one host launches everything
+        ("hi", True, None, 30),  # two share it
+        ("hi", True, 1, 60),  # but only one may be used
+        ("h-", True, None, 0),  # all may go where no host is needed
+        ("hh", False, None, 15),  # a launch that is part of its op is no longer than it
+    ],
+)
+def test_hosts_have_to_launch_everything(hosts, ahead, max_devices, bound):
+    graph = OpGraph(tuple(Op(f"o{i}", 5, launch_ns=20) for i in range(3)))
+    rows = [
+        Device(f"d{i}", 9, host=host.strip("-"), launches_ahead=ahead)
+        for i, host in enumerate(hosts)
+    ]
+    problem = Problem(graph, Cluster.connected(rows, LINK), Constraints(max_devices=max_devices))
+    assert parts(problem)["host"] == bound
 
 
 def test_a_group_that_no_device_can_hold_together_leaves_a_bound():

@@ -1,13 +1,15 @@
 """The clock: small tables by hand, and a slow clock that must agree about everything."""
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle
-from strategies import clusters, graphs, placements
+from seeds import seeds
+from strategies import clusters, graphs, launched, placements
 
 from baechi import (
     Cluster,
@@ -22,6 +24,7 @@ from baechi import (
     simulate,
 )
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import launches
 
 # One byte takes one nanosecond, after ten.
 LINK = Link(latency_ns=10, bytes_per_s=10**9)
@@ -71,6 +74,25 @@ def test_the_clock_agrees_with_the_oracle_at_every_step(data):
         oracle.transfers
     )
     assert list(schedule.peak_bytes) == oracle.peaks()
+    assert list(launches(graph, cluster, schedule)) == oracle.launches
+
+
+def test_hosts_launch_as_the_oracle_s():
+    for seed in seeds(2000):
+        graph, cluster = launched(seed)
+        timeline, oracle, draw = Timeline(graph, cluster), Oracle(graph, cluster), Random(seed)
+        while ready := [op for op in range(len(graph.ops)) if oracle.ready(op)]:
+            op, device = draw.choice(ready), draw.randrange(len(cluster.devices))
+            device = oracle.group_device.get(oracle.group(op), device)
+            start = timeline.earliest_start(op, device)
+            assert start == oracle.earliest_start(op, device)
+            if start is None:
+                break
+            assert timeline.commit(op, device) == Span(op, device, *oracle.commit(op, device))
+        else:
+            schedule = timeline.schedule()
+            assert list(launches(graph, cluster, schedule)) == oracle.launches
+            assert list(schedule.peak_bytes) == oracle.peaks()
 
 
 @given(st.data())
@@ -168,6 +190,50 @@ def test_overhead_counts_on_the_paths_that_are_taken_alone(data):
         for src, row in enumerate(cluster.links)
     )
     assert simulate(graph, replace(cluster, links=links), chosen) == schedule
+
+
+@pytest.mark.parametrize(
+    ("takes_ns", "launch_ns", "ahead", "devices", "spans"),
+    [
+        # Shorter than its launch, an op waits for it, on whichever device of the host.
+        (5, 10, True, (0, 0, 0), [(10, 15), (20, 25), (30, 35)]),
+        (5, 10, True, (0, 1, 0), [(10, 15), (20, 25), (30, 35)]),
+        # Longer than their launches, ops of one device hide all but the first.
+        (30, 10, True, (0, 0, 0), [(10, 40), (40, 70), (70, 100)]),
+        (30, 10, True, (0, 1, 0), [(10, 40), (20, 50), (40, 70)]),
+        # Another host launches for itself.
+        (5, 10, True, (0, 2, 0), [(10, 15), (10, 15), (20, 25)]),
+        # A launch that is the op's first part waits for the device, and others for it.
+        (30, 10, False, (0, 1, 0), [(0, 30), (10, 40), (30, 60)]),
+        (30, 10, False, (0, 0, 1), [(0, 30), (30, 60), (40, 70)]),
+        # It is no longer than the op.
+        (30, 99, False, (0, 1, 0), [(0, 30), (30, 60), (60, 90)]),
+        (30, 99, False, (0, 2, 0), [(0, 30), (0, 30), (30, 60)]),
+        # Without a launch the host is not asked.
+        (30, 0, False, (0, 1, 0), [(0, 30), (0, 30), (30, 60)]),
+    ],
+)
+def test_a_host_launches_one_op_at_a_time(takes_ns, launch_ns, ahead, devices, spans):
+    graph = OpGraph(tuple(Op(name, takes_ns, launch_ns=launch_ns) for name in "abc"))
+    rows = [
+        Device(f"{host}{i}", 0, host=host, launches_ahead=ahead) for i, host in enumerate("hhi")
+    ]
+    schedule = run(graph, Cluster.connected(rows, LINK), devices)
+    assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
+
+
+def test_a_launch_ahead_waits_for_no_input():
+    # b's input arrives at 35; c was launched in 10 to 20 behind it.
+    ops = (Op("a", 5, launch_ns=0), Op("b", 5, launch_ns=10), Op("c", 5, launch_ns=10))
+    graph = OpGraph(ops, (Tensor(0, (1,), 20),))
+    rows = [Device("x", 99, host="h"), Device("y", 99, host="h")]
+    for ahead, spans in (
+        (True, [(0, 5), (35, 40), (20, 25)]),
+        (False, [(0, 5), (35, 40), (40, 45)]),
+    ):
+        devices = [replace(row, launches_ahead=ahead) for row in rows]
+        schedule = run(graph, Cluster.connected(devices, LINK), (0, 1, 0))
+        assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
 
 
 def test_overhead_cannot_hide_behind_other_work():

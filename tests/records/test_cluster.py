@@ -27,6 +27,8 @@ A, B = Device("a", 5), Device("b", 5)
         (lambda: Device("a", 5, True), "speed of device 'a' is True"),
         (lambda: Device("a", 5, kind=None), "kind of device 'a' is None, a NoneType; give a str"),
         (lambda: Device("a", 5, pool=3), "pool of device 'a' is 3"),
+        (lambda: Device("a", 5, host=3), "host of device 'a' is 3"),
+        (lambda: Device("a", 5, launches_ahead=1), "launches_ahead of device 'a' is 1"),
         (lambda: Link(-1, 1), "latency_ns of a link is -1"),
         (lambda: Link(0.5, 1), "latency_ns of a link is 0.5"),
         (lambda: Link(0, 1, -1), "overhead_ns of a link is -1"),

@@ -29,6 +29,7 @@ LOSS, BACKWARD = Op("l", 0, phase="loss"), Op("a2", 5, phase="backward", forward
         (lambda: Op("a", 0, 0, "nine"), "workspace_bytes of op 'a' 'nine' cannot be read"),
         (lambda: Op("a", "9"), "time_ns of op 'a' is '9', a str"),
         (lambda: Tensor(0, (), "9 miles"), "nbytes of a tensor of op 0 '9 miles' cannot be read"),
+        (lambda: Op("a", 0, launch_ns=-1), "launch_ns of op 'a' is -1; it must be between"),
         (lambda: Op("a", 0, reused_bytes=-1), "reused_bytes of op 'a' is -1; it must be between"),
         (lambda: Op("a", 0, group=""), "group of op 'a' is ''"),
         (lambda: Tensor(-1, (), 0), "producer of a tensor is -1"),
@@ -122,6 +123,7 @@ def test_networkx_sees_the_same_graph():
         "reused_bytes": 0,
         "phase": "forward",
         "forward": (),
+        "launch_ns": 0,
     }
     assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
 
@@ -135,7 +137,8 @@ def test_the_digest_is_of_everything():
         OpGraph((A, B), (Tensor(0, (1,), 7),), {"x": (2, 1)}),
         OpGraph((A, B), (Tensor(0, (1,), 7),)),
     ]
-    assert len({graph.digest, *(other.digest for other in others)}) == 6
+    others.append(replace(graph, ops=(replace(A, launch_ns=7), B)))
+    assert len({graph.digest, *(other.digest for other in others)}) == 7
     # Of a format that files keep: this number may not change.
     assert OpGraph(()).digest.startswith("af31b5cc")
 
@@ -146,7 +149,8 @@ def test_the_digest_is_of_the_canonical_json(graph, name, group):
     rows = {
         "ops": [
             [op.name, op.time_ns, op.persistent_bytes, op.workspace_bytes, op.group]
-            + ([op.late_bytes, op.reused_bytes] if op.reused_bytes else [])
+            + ([op.late_bytes, op.reused_bytes] if op.reused_bytes or op.launch_ns else [])
+            + ([op.launch_ns] if op.launch_ns else [])
             for op in graph.ops
         ],
         "tensors": [[t.producer, t.consumers, t.nbytes, t.kept] for t in graph.tensors],

@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
@@ -409,6 +410,58 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
     assert (2, 0.04, 241) in memory
     first = next(e for e in events if e["ph"] == "X")
     assert first["args"]["source"] == "toy.py:3 forward: a = <x>"
+
+
+# One host launches a, b and c in 0 to 30, 30 to 60 and 60 to 90; nothing waits for anything else.
+LAUNCHED = replace(GRAPH, ops=tuple(replace(op, launch_ns=30) for op in GRAPH.ops))
+HOSTED = replace(
+    CLUSTER, devices=tuple(replace(device, host="python") for device in CLUSTER.devices)
+)
+
+
+def launched_plan(graph=LAUNCHED, cluster=HOSTED):
+    placement = replace(PLACEMENT, graph_digest=graph.digest)
+    return Plan(graph, cluster, placement, simulate(graph, cluster, placement))
+
+
+def test_a_host_has_a_row_in_text_and_trace():
+    plan = launched_plan()
+    assert re.search(r"host python +3 +95%", str(text_report(plan)))
+    events = trace_events(plan)
+    names = [e["args"].get("name") for e in events if e["ph"] == "M" and e["pid"] == 3]
+    assert names == ["host python", None, "launch"]
+    slices = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 3]
+    assert slices == [("h.0/a", 0.0, 0.03), ("h.1/<b>", 0.03, 0.03), ("h.1/c", 0.06, 0.03)]
+
+
+@drawn
+def test_a_host_is_drawn(tmp_path):
+    bars = {trace.name: trace for trace in time_figure(launched_plan()).data if trace.type == "bar"}
+    lane = bars["host python"]
+    assert (list(lane.base), list(lane.x)) == ([0, 30, 60], [30, 30, 30])
+    assert list(lane.marker.color) == [color(0), color(1), color(0)]
+    devices = tuple(replace(device, host="a&b") for device in HOSTED.devices)
+    write_html(tmp_path / "plan.html", launched_plan(cluster=replace(HOSTED, devices=devices)))
+    assert '<td>host a&amp;b</td><td class="n">3</td>' in (tmp_path / "plan.html").read_text()
+    assert not [name for name in time_figure(Plan(*PARTS)).data if name.name == "host python"]
+
+
+def test_who_is_bound_by_launches_is_told_what_ends_that():
+    said = str(text_report(launched_plan())).split()
+    text = " ".join(said)
+    assert "bound by launches: host python is busy with them for 90 ns, and if they took no" in text
+    assert "a step would take 60 ns" in text
+    for way in ('cuda_graphs="auto"', "compile=True", "larger batch", "fewer devices"):
+        assert way in text
+    alone = replace(PLACEMENT, graph_digest=LAUNCHED.digest, devices=(0, 0, 0))
+    plan = Plan(LAUNCHED, HOSTED, alone, simulate(LAUNCHED, HOSTED, alone))
+    text = " ".join(str(text_report(plan)).split())
+    assert "a larger batch." in text
+    assert "fewer devices" not in text
+    # As many launches that all but the first hide behind work are not worth a word.
+    short = replace(LAUNCHED, ops=tuple(replace(op, launch_ns=2) for op in GRAPH.ops))
+    assert "bound by launches" not in str(text_report(launched_plan(short)))
+    assert "bound by launches" not in str(text_report(Plan(*PARTS)))
 
 
 @given(plans())

@@ -3,13 +3,14 @@
 import copy
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from placed import place_on
+from placed import lazily, place_on
 from recording import CpuRecorder
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -321,6 +322,93 @@ def test_recordings_are_made_anew_when_parameters_move_or_freeze() -> None:
         module.heads[0].bias.requires_grad_(False)
     train()
     assert len(ranks) > len(once) * 2
+
+
+class Rows(nn.Module):
+    """What runs at any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) / x.shape[0]
+
+
+def family_of_rows(most: int) -> tuple[nn.Module, baechi.PlacedModule, Graphs, list[int]]:
+    """A model, and it placed for any number of rows, with graphs of so many shapes kept."""
+    torch.manual_seed(0)
+    model = Rows()
+    placed = lazily(copy.deepcopy(model))
+    for n in (2, 3):
+        step(placed, (torch.randn(n, 4),), {})
+    ranks: list[int] = []
+    graphs = replaying(placed, ranks=ranks)
+    graphs.most_shapes = most
+    return model, placed, graphs, ranks
+
+
+def train_rows(model: nn.Module, placed: nn.Module, n: int, calls: int) -> None:
+    for _ in range(calls):
+        x = torch.randn(n, 4)
+        for module in (model, placed):
+            module.zero_grad()
+        for one, two in zip(step(model, (x,), {}), step(placed, (x,), {}), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_graphs_of_the_latest_shapes_are_kept() -> None:
+    model, placed, graphs, ranks = family_of_rows(2)
+    mode = graphs._modes[True]
+    for n in (2, 3):
+        train_rows(model, placed, n, WARM_UP + 1)
+    once = len(ranks)
+    assert once
+    for n in (2, 3, 2, 3, 2):
+        train_rows(model, placed, n, 1)
+    assert len(ranks) == once  # all of them were replays
+    rows_of_3 = weakref.ref(next(iter(mode.shapes.values())).statics)
+    train_rows(model, placed, 5, WARM_UP)
+    assert len(ranks) == once  # what is not captured yet drops nothing
+    assert rows_of_3() is not None
+    train_rows(model, placed, 5, 1)
+    gc.collect()
+    assert rows_of_3() is None
+    assert len(mode.shapes) == 2
+    again = len(ranks)
+    train_rows(model, placed, 2, 1)
+    assert len(ranks) == again
+    train_rows(model, placed, 3, WARM_UP + 1)
+    assert len(ranks) > again
+    for module in (model, placed):
+        module.first.weight.data = module.first.weight.data * 2  # addresses are in all graphs
+    for n in (2, 3):
+        train_rows(model, placed, n, 1)
+    assert not mode.shapes
+
+
+def test_a_step_of_another_shape_runs_eagerly_until_the_first_went_backward() -> None:
+    model, placed, _, _ = family_of_rows(2)
+    for n in (2, 3):
+        train_rows(model, placed, n, WARM_UP + 1)
+    xs = [torch.randn(n, 4) for n in (2, 3)]
+    rows = []
+    for module in (model, placed):
+        module.zero_grad()
+        early, late = (module(x) for x in xs)
+        (late.sum() + 0).backward()
+        early.square().sum().backward()
+        rows.append([early, late, *(p.grad for p in module.parameters())])
+    for one, two in zip(*rows, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_shapes_whose_eager_calls_are_counted_are_forgotten_in_time() -> None:
+    _, placed, graphs, _ = family_of_rows(1)
+    with torch.no_grad():
+        for n in range(2, 100):
+            placed(torch.randn(n, 4))
+    assert len(graphs._modes[False]._warming) == 64
 
 
 def test_inference_in_a_training_placement_has_recordings_of_its_own() -> None:

@@ -232,7 +232,8 @@ def test_what_needs_a_gradient_only_later_is_planned_anew_or_refused() -> None:
         placed(x.clone().requires_grad_())
     placed.unplace()
     model[0].requires_grad_(False)
-    again = baechi.place(model, {"cpu:0": "1GiB"}, costs="estimate", progress=False)
+    options = {"costs": "estimate", "progress": False, "threads_per_device": 1}
+    again = baechi.place(model, {"cpu:0": "1GiB"}, **options)
     again(x).sum().backward()
     model[0].requires_grad_(True)
     model.zero_grad()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from placed import lazily
 from torch import nn
 
 import baechi
+from baechi.costs.estimation import estimate
+from baechi.errors import NotSpecializedError
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.families import differing
+from baechi.tracing.family_traces import sized
 from baechi.tracing.ladder import trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,6 +155,58 @@ def test_what_forward_asks_about_sizes_is_asked_again(question: str) -> None:
     module.unplace()
 
 
+class Asking(nn.Module):
+    """Asks whether it is long, and does the same, or almost."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.inner = nn.Linear(4, 4)
+        self.mean = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        long, y = bool(x.shape[0] > 8), self.inner(x)
+        if self.part == "nothing":
+            return {"x": (y.tanh, y.tanh)[long]()}
+        if self.part == "constant":
+            return {"x": y * torch.tensor(2.0 if long else 3.0)}
+        if self.part == "number":
+            return {"x": y * (2.0 if long else 3.0)}
+        if self.part == "parameter":
+            return {"x": y * (self.mean if long else self.inner.bias)}
+        if self.part == "gradient":
+            with torch.set_grad_enabled(long):
+                return {"x": y, "z": y.tanh()}
+        if self.part == "inner graph":
+            with torch.no_grad():
+                z = y.exp() * (2.0 if long else 3.0)
+            return {"x": y, "z": z + y}
+        if self.part == "order":
+            z = y.tanh()
+            return {"x": y, "z": z} if long else {"z": y, "x": z}
+        return {"x": y} if long else {"y": y}
+
+
+PARTED = ["constant", "number", "parameter", "gradient", "inner graph", "order", "names"]
+
+
+@pytest.mark.parametrize(("part", "plans"), [("nothing", 1), *((part, 2) for part in PARTED)])
+def test_beyond_its_guards_a_family_takes_what_runs_the_same(part: str, plans: int) -> None:
+    torch.manual_seed(0)
+    model = Asking(part)
+    unsplit = copy.deepcopy(model)
+    module = lazily(model)
+    for n in (3, 5, 9, 12, 4, 10):
+        x = torch.randn(n, 4)
+        mine, theirs = module(x), unsplit(x)
+        assert list(mine) == list(theirs)
+        flags = [[value.requires_grad for value in each.values()] for each in (mine, theirs)]
+        assert flags[0] == flags[1]
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == plans
+    module.unplace()
+
+
 def test_ints_that_change_are_symbols_and_the_rest_is_named() -> None:
     class Timed(nn.Module):
         def forward(self, x: torch.Tensor, timestep: int, scale: float) -> torch.Tensor:
@@ -214,7 +270,12 @@ def test_an_argument_that_is_not_there_is_named() -> None:
 def test_a_shape_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     module = baechi.place(
-        model, {"cpu:0": "400KiB"}, costs="estimate", progress=False, placer="single"
+        model,
+        {"cpu:0": "400KiB"},
+        costs="estimate",
+        progress=False,
+        placer="single",
+        threads_per_device=1,
     )
     for n in (4, 8, 16, 32):
         module(torch.randn(n, 64))
@@ -222,6 +283,75 @@ def test_a_shape_that_does_not_fit_is_refused_with_the_largest_that_does() -> No
     with pytest.raises(baechi.InfeasibleError, match=r"input, dimension 0: \d+ fits, 4096 does"):
         module(torch.randn(4096, 64))
     module(torch.randn(24, 64))
+    module.unplace()
+
+
+def test_cuda_graphs_of_as_many_shapes_are_kept_as_fit_beside_each_other() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    module = baechi.place(
+        model, {"cpu:0": "400KiB"}, costs="estimate", progress=False, placer="single"
+    )
+    for n in (16, 32):
+        module(torch.randn(n, 64))
+    admission = module._current.admission
+    state = sum(op.persistent_bytes for op in module.graph.ops)
+    fit = {}
+    for n in (32, 64, 96, 160, 32):
+        step_bytes = admission._schedule_at([n]).peak_bytes[0] - state
+        fit[n] = (400 * 1024 - state) // step_bytes
+        assert fit[n] >= 1
+        assert admission.most_replayed([n]) == min(4, *fit.values())
+    assert max(fit.values()) > 4 > min(fit.values())
+    module.unplace()
+
+
+def test_the_schedule_of_another_shape_has_its_computed_times() -> None:
+    module = lazily(Mixed().train())
+    module(ids_of(3, 64))
+    with pytest.raises(NotSpecializedError, match="twice, with other sizes"):
+        module.schedule_of(ids_of(2, 32))
+    assert module.schedule_of(ids_of(3, 64)) == module.schedule
+    module(ids_of(2, 32))
+    placed_for = module.schedule
+    assert module.schedule_of(ids_of(3, 64)) == placed_for
+    for shape in ((2, 32), (2, 5), (8, 512)):
+        call = canonical_call(module, (ids_of(*shape),), {})
+        traced = sized(module.traced, module._current.joined(call))
+        graph = traced.graph(estimate(traced, "cpu"))
+        placement = replace(module.placement, graph_digest=graph.digest)
+        expected = baechi.simulate(graph, module.cluster, placement)
+        assert module.schedule_of(ids_of(*shape)).makespan_ns == expected.makespan_ns
+    assert module.schedule == placed_for
+    module.unplace()
+
+
+def test_measured_times_of_another_shape_follow_from_those_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[int] = []
+
+    def profile(traced: baechi.Traced, *_: Any, **__: Any) -> baechi.Profile:
+        """Ten times what is computed, and 1 ms."""
+        found = estimate(traced, "cpu")
+        measured.append(traced.module.call.tensors[0].shape[0])
+        rows = (replace(c, forward_ns=10 * c.forward_ns + 1_000_000) for c in found.costs)
+        return replace(found, costs=tuple(rows), source="measured")
+
+    monkeypatch.setattr("baechi.placing.profile", profile)
+    module = lazily(nn.Linear(512, 512), costs="measure", placer="single", training=False)
+    for n in (4096, 1024):
+        module(torch.randn(n, 512))
+    (linear,) = (i for i, op in enumerate(module.graph.ops) if "linear" in op.name)
+    before = list(measured)
+    for n in (2048, 8192, 16):
+        x = torch.randn(n, 512)
+        call = canonical_call(module, (x,), {})
+        traced = sized(module.traced, module._current.joined(call))
+        computed_ns = estimate(traced, "cpu").costs[linear].forward_ns
+        (span,) = (s for s in module.schedule_of(x).spans if s.op == linear)
+        found_ns = span.end_ns - span.start_ns
+        assert found_ns == pytest.approx(10 * computed_ns + 1_000_000, abs=10)
+    assert measured == [*before, 4096, 1024]  # once, when they are asked for first
     module.unplace()
 
 

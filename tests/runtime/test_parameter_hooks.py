@@ -122,7 +122,13 @@ def test_verification_neither_runs_nor_minds_hooks() -> None:
     model = Tied()
     seen = hooked(model)
     module = baechi.place(
-        model, {"cpu:0": "1GiB"}, example_args=(I,), costs="estimate", progress=False, verify=True
+        model,
+        {"cpu:0": "1GiB"},
+        example_args=(I,),
+        costs="estimate",
+        progress=False,
+        verify=True,
+        threads_per_device=1,
     )
     assert not seen
     once(module)

@@ -17,10 +17,17 @@ Arguments = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
 
+def on_the_runtime(model: nn.Module) -> baechi.PlacedModule:
+    """On one device, where the model itself would run but for an option."""
+    options = {"costs": "estimate", "progress": False, "threads_per_device": 1}
+    return baechi.place(model, ["cpu"], example_args=(X,), **options)
+
+
 def placed() -> baechi.PlacedModule:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    return baechi.place(model, devices, example_args=(X,), costs="estimate", progress=False)
+    options = {"costs": "estimate", "progress": False, "threads_per_device": 1}
+    return baechi.place(model, devices, example_args=(X,), **options)
 
 
 def assign(model: baechi.PlacedModule) -> None:
@@ -72,7 +79,7 @@ class Branch(nn.Module):
 @pytest.mark.parametrize("name", ["0", "1.linear"])
 def test_parameters_of_submodules_that_stay_whole_count_too(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Branch())
-    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    mine = on_the_runtime(model)
     assert mine.traced.rung == "module granularity, opaque leaves"
     mine(X)
     mine(X)
@@ -100,7 +107,7 @@ def test_what_is_written_into_placed_state_runs() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_is_cast_after_it_was_placed_is_refused(whole: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Branch() if whole else nn.Linear(3, 3))
-    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    mine = on_the_runtime(model)
     expected = mine(X)
     model[1].double()
     message = r"'1\..*' of Sequential was torch.float32 .* is torch.float64"
@@ -140,7 +147,7 @@ def test_what_the_graph_reads_by_another_name_or_not_yet_counts_too(
     change: Callable[[nn.Module], None],
 ) -> None:
     model = Tied()
-    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    mine = on_the_runtime(model)
     model.scale.fill_(4)
     torch.testing.assert_close(mine(X), copy.deepcopy(model)(X))
     change(model)
@@ -150,7 +157,7 @@ def test_what_the_graph_reads_by_another_name_or_not_yet_counts_too(
 
 def test_an_exchanged_tensor_in_a_plain_attribute_is_another_plan():
     model, other = Tied(), Tied()
-    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    mine = on_the_runtime(model)
     placed = baechi.apply(
         traced := baechi.trace(other, (X,)),
         baechi.solve(graph := traced.graph(baechi.estimate(traced, "cpu")), baechi.probe("cpu:0")),

@@ -4,11 +4,12 @@ import copy
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import compress, pairwise
 from typing import Any
 
 import pytest
 import torch
-from placed import EXACT, assert_same_values, cpus, place_on
+from placed import EXACT, assert_same_values, cpus, lazily, place_on
 from seeds import some
 from steps import ALL, Case, assert_same_step, case, infer, train
 from torch import nn
@@ -224,6 +225,45 @@ def test_each_tape_compiles_once_for_a_mode_in_the_caller_s_thread() -> None:
             assert len(compiled_by) <= before + n_tapes
         assert len(compiled_by) > before
     assert set(compiled_by) == {threading.current_thread()}
+    module.unplace()
+
+
+# At a batch as large as the features torch takes both for one symbol, which weights fix.
+@pytest.mark.parametrize(
+    ("batches", "compiling", "again"),
+    [([4, 6, 9, 3], [4, 6], None), ([4, 8, 6, 9], [4, 8, 6], ["0", "1"])],
+)
+def test_a_family_of_shapes_has_one_plan_whose_segments_compile_with_symbols(
+    batches: list[int], compiling: list[int], again: Any
+) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    n_compiled = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        nonlocal n_compiled
+        n_compiled += 1
+        return aot_eager(graph, inputs)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Small(), Small()).eval()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, compile={"backend": backend}, checkpoint=again)
+    counts = [0]
+    rounds = [*batches, *batches]
+    for batch in rounds:
+        x = torch.randn(batch, 8)
+        for _ in range(2):  # in one thread, and on workers
+            actual, expected = seeded_step(module, x), seeded_step(unsplit, x)
+            for one, other in zip(actual, expected, strict=True):
+                assert torch.equal(one, other)
+        counts.append(n_compiled)
+        assert len(module._specializations) == 1
+    grown = (before < after for before, after in pairwise(counts))
+    assert list(compress(rounds, grown)) == compiling
+    assert counts[1] > 1
+    assert counts[-1] <= len(compiling) * counts[1]
+    assert not module.remarks
     module.unplace()
 
 

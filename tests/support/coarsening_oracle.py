@@ -36,9 +36,10 @@ class Coarse:
     def graph(self) -> OpGraph:
         """The coarse graph.
 
-        A coarse op takes the sum of its members' times and persistent bytes. Its workspace is the
-        peak, while its members run in order, of their workspaces and of the tensors that never
-        leave it; all other tensors are the coarse graph's. It is named after its first member.
+        A coarse op takes the sum of its members' times, launches and persistent bytes. Its
+        workspace is the peak, while its members run in order, of their workspaces and of the
+        tensors that never leave it; all other tensors are the coarse graph's. It is named after
+        its first member.
         """
         part_of = _part_of(self.members, len(self.fine.ops))
         groups = _group_names(self.fine, self.members)
@@ -49,6 +50,7 @@ class Coarse:
                 sum(self.fine.ops[op].persistent_bytes for op in row),
                 _peak(self.fine, row, part_of),
                 groups[part],
+                launch_ns=sum(self.fine.ops[op].launch_ns for op in row),
             )
             for part, row in enumerate(self.members)
         )

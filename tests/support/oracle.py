@@ -32,6 +32,7 @@ class Oracle:
     cluster: Cluster
     spans: dict = field(default_factory=dict)  # op -> (device, start, end), in commit order
     transfers: list = field(default_factory=list)  # (tensor, src, dst, start, end)
+    launches: list = field(default_factory=list)  # (host, op, start, end)
     copies: dict = field(default_factory=dict)  # (tensor, pool) -> Copy
     group_device: dict = field(default_factory=dict)
     headroom: float = 0.0
@@ -102,6 +103,14 @@ class Oracle:
             default=0,
         )
 
+    def launch(self, op, device):
+        """How long the launch takes, and when its host is free."""
+        row, launch_ns = self.cluster.devices[device], self.graph.ops[op].launch_ns
+        if not row.host:
+            return 0, 0
+        free = max((end for host, _, _, end in self.launches if host == row.host), default=0)
+        return launch_ns if row.launches_ahead else min(launch_ns, self.duration(op, device)), free
+
     def plan(self, op, device):
         """Start of the op, and the transfers that it needs; `None` where there is no path."""
         arrival, missing = 0, []
@@ -140,7 +149,9 @@ class Oracle:
                     receives[src] = sends[device] = end
             planned.append((t, src, device, start, end))
             arrival = max(arrival, end)
-        return max(arrival, self.device_free(device)), planned
+        launch_ns, free = self.launch(op, device)
+        launched = free + launch_ns * self.cluster.devices[device].launches_ahead
+        return max(arrival, self.device_free(device), launched if launch_ns else 0), planned
 
     def earliest_start(self, op, device):
         plan = self.plan(op, device)
@@ -164,6 +175,11 @@ class Oracle:
             home = self.copies[t, self.pool(src)]
             home.last_use = max(home.last_use, arrived)
             self.copies[t, self.pool(dst)] = Copy(dst, sent, arrived, arrived)
+        launch_ns, free = self.launch(op, device)
+        if launch_ns:
+            row = self.cluster.devices[device]
+            begin = free if row.launches_ahead else start
+            self.launches.append((row.host, op, begin, begin + launch_ns))
         self.spans[op] = (device, start, end)
         for t in self.graph.op_inputs[op]:
             copy = self.copies[t, self.pool(device)]
@@ -189,6 +205,7 @@ class Oracle:
             self.cluster,
             dict(self.spans),
             list(self.transfers),
+            list(self.launches),
             {key: Copy(**vars(copy)) for key, copy in self.copies.items()},
             dict(self.group_device),
         )

@@ -34,7 +34,7 @@ speeds = st.sampled_from([1.0, 1.0, 0.5, 0.3, 2.0, 1.7])
 
 
 @st.composite
-def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
+def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=True):
     n = draw(st.integers(min_ops, max_ops))
     names = st.sampled_from([None, None, None, "g", "h"]) if grouped else st.none()
     ops = tuple(Op(f"op{i}", draw(times), draw(sizes), draw(sizes), draw(names)) for i in range(n))
@@ -52,6 +52,8 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
     made = [sum(tensor.nbytes for tensor in tensors if tensor.producer == op) for op in range(n)]
     reused = [draw(st.integers(0, nbytes) | st.just(0)) for nbytes in made]
     ops = tuple(replace(op, reused_bytes=r) for op, r in zip(ops, reused, strict=True))
+    if launched and draw(st.booleans()):
+        ops = tuple(replace(op, launch_ns=draw(times | st.just(0))) for op in ops)
     rows = {}
     if kinds and draw(st.booleans()):
         rows["fast"] = tuple(draw(times) for _ in range(n))
@@ -105,7 +107,10 @@ def steps(draw, max_ops=6, *, again=False):
 
 @st.composite
 def clusters(draw, max_devices=4, *, whole=False, memory=None, uniform=False):
-    """Clusters, some with overheads; `whole` has every link, `uniform` equal devices and links."""
+    """Clusters, some with overheads and hosts.
+
+    `whole` has every link, `uniform` equal devices and links.
+    """
     n = draw(st.integers(1, max_devices))
     rates = st.sampled_from([10**9, 3 * 10**8, 10**10])
     overheads = st.integers(0, 9) if draw(st.booleans()) else st.just(0)
@@ -114,13 +119,18 @@ def clusters(draw, max_devices=4, *, whole=False, memory=None, uniform=False):
     sizes = st.integers(0, 300) if memory is None else memory
     size = draw(sizes)
     pools: dict[str, int] = {}
+    hosts = st.sampled_from(draw(st.sampled_from([("",), ("h",), ("h", "i", "")])))
+    ahead = st.sampled_from(draw(st.sampled_from([(True,), (False,), (True, False)])))
+    host, one_ahead = draw(hosts), draw(ahead)
     devices = []
     for i in range(n):
         pool = "" if uniform else draw(st.sampled_from(["", "", "p"]))
         bytes_ = pools.setdefault(pool, draw(sizes)) if pool else draw(sizes)
         kind = draw(st.sampled_from(["", "fast", "slow"]))
         devices.append(
-            Device(f"d{i}", size) if uniform else Device(f"d{i}", bytes_, draw(speeds), kind, pool)
+            Device(f"d{i}", size, host=host, launches_ahead=one_ahead)
+            if uniform
+            else Device(f"d{i}", bytes_, draw(speeds), kind, pool, draw(hosts), draw(ahead))
         )
     present = link if whole else st.one_of(link, link, link, st.none())
     links = tuple(
@@ -214,6 +224,24 @@ def dense(seed):
     overhead = draw.choice([0, 0, draw.randrange(10)])
     links = [Link(draw.randrange(3), 10**9, overhead)] * 2 + [Link(3, 10**10), Link(1, 10**8)]
     return graph, _cluster(draw, [10**6] * draw.randrange(2, 4), [1.0], links)
+
+
+def launched(seed):
+    """A tight or a dense case with launches and hosts."""
+    return hosted(*(dense if seed % 2 else tight)(seed), seed)
+
+
+def hosted(graph, cluster, seed, longest=(4, 30)):
+    """The graph with launches, and the cluster with hosts."""
+    draw = random.Random(seed)
+    longest, names = draw.choice(longest), draw.choice([["h"], ["h", "i"], ["h", "i", ""]])
+    ahead = draw.choice([[True], [False], [True, False]])
+    ops = [replace(op, launch_ns=draw.choice([0, draw.randrange(longest)])) for op in graph.ops]
+    devices = [
+        replace(device, host=draw.choice(names), launches_ahead=draw.choice(ahead))
+        for device in cluster.devices
+    ]
+    return replace(graph, ops=tuple(ops)), replace(cluster, devices=tuple(devices))
 
 
 def _cluster(draw, memory, speeds, links):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.runtime.executors.cuda_graphs import Statics
-from baechi.runtime.executors.cuda_streams import CopyBuffers
+from baechi.runtime.executors.cuda_streams import room_of
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import crossings, cut_up, laid_out, once, spanned
 
@@ -166,12 +166,12 @@ def test_views_that_arrive_count_each_others_writes() -> None:
 
 
 def test_a_step_that_is_replayed_finds_room_and_views_where_they_were() -> None:
-    buffers, statics, place = CopyBuffers(), Statics(), torch.device("cpu")
+    statics, place = Statics(), torch.device("cpu")
     views = [BASE.view(4, 6), BASE.view(4, 6).t()]
     span = spanned(views)
 
     def land(statics: Statics | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return buffers.room(span, views, place, "key", statics)
+        return room_of(span, views, place, "key", statics)
 
     first, again, eager = land(statics), land(statics), land(None)
     assert first[0] is again[0]
@@ -185,7 +185,7 @@ def test_a_step_that_is_replayed_finds_room_and_views_where_they_were() -> None:
 def test_what_arrives_from_another_gpu_lies_as_what_was_sent(name: str) -> None:
     tensor, _ = LAYOUTS[name]
     part = once(tensor)
-    room, (there,) = CopyBuffers().room(part, [tensor], torch.device("cpu"), "key", None)
+    room, (there,) = room_of(part, [tensor], torch.device("cpu"), "key", None)
     room.copy_(part)
     assert torch.equal(there, tensor)
     assert room.stride() == part.clone().stride()

@@ -1,6 +1,8 @@
 """The private names of torch that Baechi uses: a test for each, which names the one that broke."""
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +327,25 @@ def test_while_exporting_code_is_generated_when_it_is_called() -> None:
         assert "relu" in module.code
     module.recompile()
     assert module(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+
+
+def test_while_exporting_stacks_are_of_the_models_lines() -> None:
+    model, own = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2)), Path(torch.__file__)
+
+    def stacks() -> list[list[tuple[str, ...]]]:
+        program = torch.export.export(model, (torch.ones(2, 2),))
+        texts = [node.stack_trace for node in program.graph.nodes if node.op == "call_function"]
+        return [re.findall(r'File "(.+)", line (\d+), in (.+)', text) for text in texts]
+
+    usual = stacks()
+    with internals.frugal_export():
+        found = stacks()
+    assert found == [
+        [row for row in rows if row[2] == "forward" or not row[0].startswith(str(own.parent))]
+        for rows in usual
+    ]
+    assert [rows[-1][2] for rows in found] == ["forward"] * 3
+    assert stacks() == usual
 
 
 def test_what_keeps_attention_from_its_fused_kernel_in_a_trace() -> None:

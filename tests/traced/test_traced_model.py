@@ -38,6 +38,31 @@ def test_the_inference_graph_is_the_forward_alone() -> None:
     assert sum(op.persistent_bytes for op in graph.ops) == bytes_of_model
 
 
+@pytest.mark.parametrize("checkpoint", [None, "transformer.h.*"])
+def test_launches_are_those_of_the_forwards_and_backwards(checkpoint: str | None) -> None:
+    traced = traced_of("gpt2")
+    rows = [
+        replace(cost, forward_launch_ns=10 + i, backward_launch_ns=20 + i)
+        for i, cost in enumerate(costs_of(traced).costs)
+    ]
+    profile = replace(costs_of(traced), costs=tuple(rows))
+    other = replace(
+        profile, kind="slow", costs=tuple(replace(row, backward_launch_ns=5) for row in rows)
+    )
+    graph = traced.graph([other, profile], checkpoint=checkpoint)
+    for index, op in enumerate(graph.ops):
+        expected = {
+            "forward": 10 + index,
+            "loss": 0,
+            "backward": 20 + sum(op.forward),
+            "recompute": sum(10 + own for own in op.forward),
+        }
+        assert op.launch_ns == expected[op.phase]
+    # Of a profile without launches the graph is what it was.
+    plain = traced.graph(costs_of(traced), checkpoint=checkpoint)
+    assert all(op.launch_ns == 0 for op in plain.ops)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet_train", "clip"])
 def test_every_backward_is_with_its_forward(name: str) -> None:
     graph = training_graph(name)

@@ -75,6 +75,35 @@ def test_a_growing_cache_is_one_family(ids: torch.Tensor) -> None:
     module.unplace()
 
 
+@pytest.mark.parametrize(
+    ("length", "training"),
+    [(4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 6, 7, 9))],
+)
+def test_a_sliding_window_has_three_plans(length: int, training: bool) -> None:
+    """Of the prompt, of steps before the window of 8 is full, and of steps after."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1 + training}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ends: Any = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = MistralConfig(sliding_window=8, **sizes, **heads, **ends)
+    model = MistralForCausalLM(config).eval()
+    module = split(copy.deepcopy(model), max_shapes=3, training=training)
+    prompt = torch.arange(2, 2 + 2 * length).reshape(2, length)
+    options: Any = {"do_sample": False, "max_new_tokens": 8}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    for _ in range(2):  # the second time nothing is planned
+        found, expected = (each.generate(prompt, **options) for each in (module, model))
+        assert torch.equal(found.sequences, expected.sequences)
+        for one, two in zip(found.logits, expected.logits, strict=True):
+            assert torch.equal(one, two)
+        plans = list(module._specializations)
+        assert len(plans) <= 3
+    assert list(module._specializations) == plans
+    module.unplace()
+
+
 @pytest.mark.slow
 def test_measured_costs_and_measured_steps_leave_the_cache_alone(ids: torch.Tensor) -> None:
     model = model_of("gpt2")

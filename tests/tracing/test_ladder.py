@@ -1,6 +1,7 @@
 """The ladder, and what a trace says of operators, storages and what autograd keeps."""
 
 import dataclasses
+import gc
 import subprocess
 import sys
 
@@ -141,6 +142,19 @@ def test_a_trace_changes_nothing_in_the_model() -> None:
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_no_garbage_is_collected_while_a_model_is_traced() -> None:
+    seen = []
+
+    class Asking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(gc.isenabled())
+            return x + 1
+
+    baechi.trace(Asking(), (torch.ones(2),))
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_a_model_on_the_meta_device_traces_without_weights() -> None:

@@ -48,6 +48,7 @@ class _Sample:
     kernels: tuple[Kernel, ...]
     measured_ns: int
     count: int
+    launch_ns: int
 
 
 def calibrate(
@@ -89,7 +90,9 @@ def calibrate(
     environment = "; ".join(dict.fromkeys(profile.environment for _, profile in pairs))
     bare = Calibration(row.name, efficiencies, launch_ns)
     fits = _fits(samples, row, row.calibrated(bare))
-    return Calibration(row.name, efficiencies, launch_ns, fits, environment)
+    launches = [s.launch_ns / len(s.kernels) for s in samples if s.launch_ns]
+    host_ns = round(statistics.median(launches)) if launches else 0
+    return Calibration(row.name, efficiencies, launch_ns, fits, environment, host_ns)
 
 
 def _check(traced: Traced, profile: Profile, first: Profile) -> None:
@@ -120,11 +123,15 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
     for key, load in workloads(traced).items():
         cost, op = profile.costs[first[key]], traced.ops[first[key]]
         known = load.remark not in (UNSEEN, UNSEEN_BACKWARD)
-        runs = [(load.forward, cost.forward_ns)] if load.remark != UNSEEN else []
-        runs += [(load.backward, cost.backward_ns)] if known and op.differentiable else []
-        for kernels, measured_ns in runs:
+        runs = []
+        if load.remark != UNSEEN:
+            runs.append((load.forward, cost.forward_ns, cost.forward_launch_ns))
+        if known and op.differentiable:
+            runs.append((load.backward, cost.backward_ns, cost.backward_launch_ns))
+        for kernels, measured_ns, launch_ns in runs:
             if kernels and measured_ns:
-                samples.append(_Sample(as_run(kernels, rounded), measured_ns, counts[key]))
+                run = as_run(kernels, rounded)
+                samples.append(_Sample(run, measured_ns, counts[key], launch_ns))
     return samples
 
 

@@ -109,6 +109,8 @@ def estimate(
             backward_workspace_bytes=load.backward_workspace_bytes,
             backward_reused_bytes=load.backward_reused_bytes,
             remark=load.remark,
+            forward_launch_ns=row.host_launch_ns * len(load.forward),
+            backward_launch_ns=row.host_launch_ns * len(load.backward),
         )
         for key, load in workloads(traced).items()
     }
@@ -116,6 +118,7 @@ def estimate(
         replace(
             costs[op.key],
             backward_ns=max(costs[op.key].backward_ns, held.least_ns) if op.differentiable else 0,
+            backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
@@ -130,6 +133,40 @@ def estimate(
     names = ", ".join(sorted(rounded)) or "nothing"
     environment = f"torch {torch.__version__}, {row.name} {how}, tf32 for {names}"
     return Profile(traced.digest, kind, rows, "computed", environment)
+
+
+def rescaled(known: Sequence[tuple[Profile, Profile]], computed: Profile) -> Profile:
+    """The costs at another size of a model.
+
+    An operator's time is linear in its computed one, through those at two sizes that are known;
+    where one is known, or the line falls, proportional to it. Bytes are those that are computed.
+
+    Args:
+        known: The costs at a size, and the computed ones there, for one size or two.
+        computed: The computed ones at the other size.
+    """
+    costs = []
+    for index, cost in enumerate(computed.costs):
+        rows = [(priced.costs[index], told.costs[index]) for priced, told in known]
+        forward = [(told.forward_ns, priced.forward_ns) for priced, told in rows]
+        backward = [(told.backward_ns, priced.backward_ns) for priced, told in rows]
+        forward_ns = _at(forward, cost.forward_ns)
+        costs.append(
+            replace(cost, forward_ns=forward_ns, backward_ns=_at(backward, cost.backward_ns))
+        )
+    return replace(computed, kind=known[0][0].kind, costs=tuple(costs))
+
+
+def _at(points: Sequence[tuple[int, int]], x: int) -> int:
+    """The value at x of a line through one or two points; beyond them it may only rise."""
+    (x0, y0), (x1, y1) = min(points), max(points)
+    line = 0
+    if x0 < x1 and (y0 < y1 or x0 <= x <= x1):
+        line = y0 + (y1 - y0) * (x - x0) // (x1 - x0)
+        if x0 <= x:
+            return line
+    near, value = (x0, y0) if x <= x0 else (x1, y1)
+    return max(line, value * x // near if near else value)
 
 
 def rounded_classes(kind: DeviceKind, tf32: bool | None) -> frozenset[str]:

@@ -33,7 +33,7 @@ from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a number's meaning changes.
-METHOD: Final = 6
+METHOD: Final = 7
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -103,13 +103,24 @@ class Bench:
         return ExampleInputs(self._module, self.place)
 
     @cached_property
-    def _engine_ns(self) -> int:
+    def _engine(self) -> Reading:
         """The time to start autograd's engine, which a segment does once for all its ops."""
         leaf = torch.zeros((), device=self.place, requires_grad=True)
         seed = torch.ones((), device=self.place)
         # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
         run = partial(torch.autograd.grad, [leaf], [leaf], [seed])
-        return self._timer.time([lambda n: [run] * n])[0].ns
+        return self._timer.time([lambda n: [run] * n])[0]
+
+    @cached_property
+    def _lock_ns(self) -> int:
+        """On a CPU, at most how long a call of torch holds Python's lock: one with next to no work.
+
+        torch gives the lock back where an operator's own work begins; autograd's engine runs
+        without it.
+        """
+        one = torch.ones((), device=self.place)
+        (reading,) = self._timer.time([lambda n: [partial(torch.neg, one)] * n])
+        return reading.ns if self.place.type == "cpu" else 0
 
     def operator(self, index: int, before: Measured | None = None) -> Measured:
         """One pass over an operator, alone or else in place; sizes are taken over from before.
@@ -149,13 +160,16 @@ class Bench:
         backward_ns = backward.ns
         if len(ways) == 3:
             backward_ns += round(alone.fresh * (fresh.ns - backward.ns))
-        backward_ns = max(backward_ns - self._engine_ns, 0)
+        backward_ns = max(backward_ns - self._engine.ns, 0)
+        locked_ns = self._lock_ns * sum(node.op.startswith("call") for node in nodes)
         return replace(
             known,
             forward_ns=forward.ns,
             backward_ns=backward_ns,
             forward_spread_ns=forward.ns if forward.held_up else 0,
             backward_spread_ns=backward_ns if backward.held_up or fresh.held_up else 0,
+            forward_launch_ns=forward.launch_ns or min(locked_ns, forward.ns),
+            backward_launch_ns=max(backward.launch_ns - self._engine.launch_ns, 0),
         )
 
     def addition(self, addition: Addition) -> Measured:
@@ -168,7 +182,11 @@ class Bench:
             if not addition.anew:
                 run = partial(total.add_, other)
             (reading,) = self._timer.time([lambda n: [run] * n])
-        return Measured(reading.ns, forward_spread_ns=reading.ns if reading.held_up else 0)
+        return Measured(
+            reading.ns,
+            forward_spread_ns=reading.ns if reading.held_up else 0,
+            forward_launch_ns=reading.launch_ns,
+        )
 
 
 def _brief(error: Exception) -> str:

@@ -38,6 +38,8 @@ class Measured:
     remark: str = ""
     backward_reused_bytes: int = 0
     passes: int = 1
+    forward_launch_ns: int = 0
+    backward_launch_ns: int = 0
 
 
 @final
@@ -88,7 +90,7 @@ def default_path() -> Path:
 
 _FIELDS: Final = tuple(field.name for field in fields(Measured))
 _APPLICATION: Final = 0x42616563  # "Baec" in ASCII
-_VERSION: Final = 3
+_VERSION: Final = 4
 _COLUMNS: Final = ", ".join(
     f"{field.name} {'INTEGER' if field.type is int else 'TEXT'} NOT NULL"
     for field in (*fields(Conditions), *fields(Measured))

@@ -224,6 +224,8 @@ def with_pass(before: Measured | None, found: Measured) -> Measured:
     for names in (("forward_ns", "forward_spread_ns"), ("backward_ns", "backward_spread_ns")):
         times_of = attrgetter(*names)
         changes |= zip(names, _lowest(times_of(before), times_of(found)), strict=True)
+    for name in ("forward_launch_ns", "backward_launch_ns"):
+        changes[name] = min(getattr(before, name), getattr(found, name))
     return replace(before, **changes)
 
 
@@ -258,8 +260,10 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
+        launch_ns = cost.backward_launch_ns if op.differentiable else 0
         for addition, count in additions.items():
             backward_ns += count * measured[addition.key].forward_ns
+            launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
@@ -269,6 +273,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             "parameter_bytes": op.trained_bytes + op.frozen_bytes,
             "output_bytes": traced.made_bytes[index],
             "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
+            "backward_launch_ns": launch_ns,
             "remark": "; ".join(filter(None, remarks)),
         }
         del known["passes"]

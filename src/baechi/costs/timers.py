@@ -72,10 +72,12 @@ class Reading:
         ns: Of one run: the median over the rounds that were not held up, or the lowest of all where
             there are none; without what an empty run costs, and never negative.
         held_up: Whether every round was held up by something else on the machine.
+        launch_ns: On CUDA, for how long the host is busy with one run.
     """
 
     ns: int
     held_up: bool = False
+    launch_ns: int = 0
 
 
 @final
@@ -179,9 +181,12 @@ class CudaTimer:
 
     def _time(self, prepare: Preparation, single: bool) -> Reading:
         for _ in range(_WARM_UPS):
-            launch_ns = self._clocked(prepare(1), wait=False)
+            self._clocked(prepare(1), wait=False)
         if self._makes_the_host_wait(prepare(1)):
-            return Reading(median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0))
+            ns = median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0)
+            return Reading(ns, launch_ns=ns)
+        launches = [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
+        least_ns, launch_ns = min(launches), max(launches)
         first = min(self._queued(prepare(2), launch_ns))
         if single or first > _SHORT_NS:
             # A single one evicts the cache, and brings back what would be in it.
@@ -189,7 +194,7 @@ class CudaTimer:
             most = -(-2 * _QUEUED // count)
             limits = ROUNDS if single else (min(3, most), most)
             readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
-            return Reading(median_ns(readings, 1, self._pair_ns))
+            return Reading(median_ns(readings, 1, self._pair_ns), launch_ns=least_ns)
         repeated = self._captured(prepare)
         if repeated is None:
             rows = [prepare(_REPEATS) for _ in range(_QUEUED // 4)]
@@ -197,7 +202,8 @@ class CudaTimer:
             readings = self._queued(calls, launch_ns * _REPEATS)
         else:
             readings = self._queued([repeated] * _QUEUED, launch_ns)
-        return Reading(median_ns(readings, _REPEATS, self._pair_ns / _REPEATS))
+        ns = median_ns(readings, _REPEATS, self._pair_ns / _REPEATS)
+        return Reading(ns, launch_ns=least_ns)
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""

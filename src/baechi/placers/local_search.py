@@ -39,7 +39,7 @@ _TINY: Final = 50
 _ENOUGH: Final = 6_000_000
 _SQUARED: Final = 10_000
 _SHARE: Final = 10
-# A step proved to be within this fraction of the optimum is good enough.
+# A step proved to be within this fraction of the optimum is good enough, and a smaller gain none.
 _CLOSE: Final = 2_000
 # Mean inputs per op above which the evaluation of an op counts for several.
 _INPUTS: Final = 4
@@ -71,6 +71,8 @@ class Budget:
             evaluations for all partitions.
         growths: Number of placements to grow, at most one per `_STRETCHES`, and share of the budget
             of each; half as many are grown first at half the cost, and must beat the first stage.
+        patience: Number of stages after which the search ends if it has made the best start
+            shorter by less than a `_CLOSE`th.
     """
 
     evaluations: int
@@ -80,10 +82,13 @@ class Budget:
     partitions: int
     moves: int
     growths: tuple[int, float] = (0, 0.0)
+    patience: int = 3
 
 
 FAST: Final = Budget(300_000, 3_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
-BALANCED: Final = Budget(60_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 400)
+BALANCED: Final = Budget(
+    60_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 6, 400, patience=2
+)
 THOROUGH: Final = Budget(
     1_800_000_000,
     2_400_000,
@@ -153,9 +158,13 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     with ThreadPoolExecutor(workers) as threads, closing(halt):
         space = _Space(problem, devices.astype(np.int32), target, threads, halt)
         states = space.evaluated(space.starts(placements, budget))
-        spent, left = 0, 1.0
+        spent, left, start = 0, 1.0, states[0]
         for stage, (count, share) in enumerate(budget.stages):
             if states[0].overflow_bytes == 0 and states[0].makespan_ns <= target:
+                break
+            gained_ns = start.makespan_ns - states[0].makespan_ns
+            stalls = stage >= budget.patience and gained_ns * _CLOSE < start.makespan_ns
+            if stalls and start.overflow_bytes == 0:
                 break
             each = int(evaluations * share * left)
             found = space.searched(states[:count], each, seed=stage * 1000)

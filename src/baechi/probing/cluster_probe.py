@@ -22,7 +22,7 @@ from baechi.probing.link_probe import (
     handover,
     lane_ns,
 )
-from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.cluster import HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
@@ -64,6 +64,8 @@ def probe(devices: Devices = None) -> Cluster:
 
     Returns:
         Devices with the memory that is free now, or with the capacity given; links as measured.
+        All GPUs have one host, the thread that launches for them. CPUs have none: what their
+        workers lose to Python's lock is in no prediction.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
@@ -90,7 +92,8 @@ def survey(devices: Devices = None) -> Survey:
         what = f"memory of device {device!r}"
         free = _free_bytes(place, places.count(place))
         memory = free if capacity is None else parse_bytes(capacity, what=what)
-        rows.append(Device(device, memory, kind=device_kind(place)))
+        host = HOST if place.type == "cuda" else ""
+        rows.append(Device(device, memory, kind=device_kind(place), host=host))
     cluster = Cluster.connected(rows, Link(0, 1))  # checks them before links are measured
     links, fits = _links(names, places)
     return Survey(replace(cluster, links=links), fits)

@@ -1,8 +1,9 @@
 """Lower bounds on the makespan of every valid schedule; with proofs in `docs/bounds.md`.
 
 Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds are the longest
-path; the work, in all and between two times (Fernandez and Bussell, IEEE TC 1973); and a guess that
-both refute (destructive improvement: Klein and Scholl, EJOR 1999): `csrc/bounds/bounds.cc`.
+path; the work, in all and between two times (Fernandez and Bussell, IEEE TC 1973); a guess that
+both refute (destructive improvement: Klein and Scholl, EJOR 1999): `csrc/bounds/bounds.cc`; and the
+launches of hosts.
 
 Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * sites)) for each guess;
 `_effort` keeps it near-linear.
@@ -40,8 +41,24 @@ def parts(problem: Problem) -> dict[str, int]:
     if sites.allowed.any(axis=0).all():
         found = _parts(problem, sites)
         if max(found.values()) < _FOREVER:
-            return found
-    return _parts(problem, _Sites(problem, limited=False))
+            return found | _host(problem)
+    return _parts(problem, _Sites(problem, limited=False)) | _host(problem)
+
+
+def _host(problem: Problem) -> dict[str, int]:
+    """The shortest launches of all ops, shared equally by as many hosts as may be used."""
+    hosts = problem.device_host
+    if not hosts:
+        return {}
+    rows = zip(hosts, problem.device_class.tolist(), problem.cluster.devices, strict=True)
+    looks = [(host < 0, row.launches_ahead, at) for host, at, row in rows]
+    least = np.full(problem.arrays.ops, LIMIT, np.int64)
+    for look in set(looks):
+        devices = [device for device, other in enumerate(looks) if other == look]
+        allowed = np.asarray(problem.allowed[devices].any(axis=0))[problem.arrays.op_group]
+        least = np.minimum(least, np.where(allowed, problem.launch_ns(devices[0]), LIMIT))
+    shared = min(len(set(hosts) - {-1}), problem.max_devices or len(hosts))
+    return {"host": -(-sum(least[least < LIMIT].tolist()) // shared)}
 
 
 def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:

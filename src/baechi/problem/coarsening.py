@@ -24,7 +24,7 @@ Complexity: O((ops + tensors) log ops) per round, and a handful of rounds.
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Final, final
@@ -77,9 +77,9 @@ class Coarse:
     def arrays(self) -> GraphArrays:
         """The coarse graph.
 
-        A coarse op takes the sum of its members' times and persistent bytes. Its workspace is the
-        peak, while its members run in order, of their workspaces and of the tensors that never
-        leave it; all other tensors are the coarse graph's.
+        A coarse op takes the sum of its members' times, launches and persistent bytes. Its
+        workspace is the peak, while its members run in order, of their workspaces and of the
+        tensors that never leave it; all other tensors are the coarse graph's.
         """
         fine, part_of = self.problem.arrays, self.part_of
         workspace, tensors, begin, consumers = _core.coarse_arrays(
@@ -90,6 +90,7 @@ class Coarse:
             kind_times={kind: self._sums(row) for kind, row in fine.kind_times.items()},
             persistent=self._sums(fine.persistent),
             workspace=workspace,
+            launch=self._sums(fine.launch),
             op_group=np.unique(self.group_of, return_inverse=True)[1].astype(np.int32),
             producer=part_of[fine.producer[tensors]],
             nbytes=fine.nbytes[tensors],
@@ -117,6 +118,8 @@ class Coarse:
             arrays.workspace.tolist(),
             self._group_names(),
         )
+        rows = zip(ops, arrays.launch.tolist(), strict=True)
+        launched = tuple(replace(op, launch_ns=ns) if ns else op for op, ns in rows)
         tensors = map(
             Tensor,
             arrays.producer.tolist(),
@@ -125,7 +128,7 @@ class Coarse:
             arrays.kept.astype(np.bool_).tolist(),
         )
         times = {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()}
-        return OpGraph(tuple(ops), tuple(tensors), times)
+        return OpGraph(launched, tuple(tensors), times)
 
     def lumped(self) -> Problem:
         """The coarse graph on the same cluster; a group may go where those in it may."""

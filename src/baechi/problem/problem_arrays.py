@@ -105,7 +105,7 @@ class Problem:
         sent_ns += arrays.tensors * (1 + latency_ns + overhead_ns)
         # Each op may also have a hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * arrays.ops
-        total_ns = sum(self.durations.max(axis=0).tolist()) + waits_ns
+        total_ns = sum([*self.durations.max(axis=0).tolist(), *arrays.launch.tolist()]) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
                 f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency, "
@@ -243,6 +243,23 @@ class Problem:
         return np.array(rows if any(rows) else [], np.int64)
 
     @cached_property
+    def device_host(self) -> tuple[int, ...]:
+        """The host of every device, -1 without one; empty if no op takes a launch."""
+        names = [device.host for device in self.cluster.devices]
+        number = {name: host for host, name in enumerate(dict.fromkeys(filter(None, names)))}
+        takes = bool(number) and bool(self.arrays.launch.any())
+        return tuple(number.get(name, -1) for name in names) if takes else ()
+
+    def launch_ns(self, device: int) -> NDArray[np.int64]:
+        """The time of its host for every op on a device."""
+        arrays = self.arrays
+        if not self.device_host or self.device_host[device] < 0:
+            return np.zeros_like(arrays.launch)
+        if self.cluster.devices[device].launches_ahead:
+            return arrays.launch
+        return np.array(np.minimum(arrays.launch, self.durations[self.device_class[device]]))
+
+    @cached_property
     def device_pool(self) -> tuple[int, ...]:
         """The memory pool of every device; one without a pool is alone in its own."""
         return tuple(np.unique(self.cluster.memories, return_inverse=True)[1].tolist())
@@ -325,6 +342,9 @@ class Problem:
             rate=rate,
             overhead=self.overheads,
             ports=PORTS.index(self.cluster.ports),
+            launch=self.arrays.launch if self.device_host else np.empty(0, np.int64),
+            host=np.array(self.device_host, np.int32),
+            ahead=np.array([row.launches_ahead for row in self.cluster.devices], np.uint8),
             allowed=np.empty(0, np.uint8) if free else self.allowed.reshape(-1).view(np.uint8),
             max_devices=self.most_devices,
         )

@@ -7,7 +7,7 @@ rules for memory once more, from a schedule alone.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple, final
 
@@ -165,6 +165,17 @@ def overflows(
     return tuple((name, nbytes) for name, nbytes in missing if nbytes > 0)
 
 
+def unsplit_peaks(graph: OpGraph, cluster: Cluster, device: int) -> tuple[int, ...]:
+    """Upper bounds on the bytes of every device if the model itself runs on one of them.
+
+    A local variable of its forward may hold on to any tensor until forward returns.
+    """
+    held = max((op.workspace_bytes for op in graph.ops), default=0)
+    held += sum(op.persistent_bytes for op in graph.ops)
+    held += sum(row.nbytes for row in graph.tensors if row.producer < graph.n_forward)
+    return tuple(held if i == device else 0 for i in range(len(cluster.devices)))
+
+
 def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
     """A timeline with every op committed to its device in the given order, a permutation.
 
@@ -192,6 +203,30 @@ def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
         peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
         late_bound=partial(lower_bound_ns, problem),
     )
+
+
+class Launch(NamedTuple):
+    """An op that a host launches, in [start_ns, end_ns)."""
+
+    host: str
+    op: int
+    start_ns: int
+    end_ns: int
+
+
+def launches(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[Launch, ...]:
+    """The launches of a schedule, in launch order."""
+    problem = Problem(graph, cluster)
+    launch_ns = cache(lambda device: problem.launch_ns(device).tolist())
+    free: Counter[str] = Counter()
+    found = []
+    for span in schedule.spans:
+        device, takes_ns = cluster.devices[span.device], launch_ns(span.device)[span.op]
+        if takes_ns:
+            start_ns = free[device.host] if device.launches_ahead else span.start_ns
+            free[device.host] = start_ns + takes_ns
+            found.append(Launch(device.host, span.op, start_ns, free[device.host]))
+    return tuple(found)
 
 
 def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:

@@ -20,6 +20,8 @@ from baechi.validation import (
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
+# The thread that launches for all GPUs of a process.
+HOST: Final = "python"
 # The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
 
@@ -36,6 +38,11 @@ class Device:
         speed: Residual share of compute: an op takes `ceil(time_ns / speed)`.
         kind: Hardware kind, to find per-kind times in `OpGraph.times`.
         pool: Devices of one non-empty pool (streams of one GPU) share one memory.
+        host: Devices of one non-empty host share the thread, or the lock, that launches their ops:
+            each takes `Op.launch_ns` of it.
+        launches_ahead: Whether the host may launch an op long before it starts, as on streams of
+            GPUs. Else a launch is the first part of its op, as on CPUs, whose workers share
+            Python's lock.
 
     Raises:
         InputError: An empty name, memory that cannot be read or is negative, a speed that is not
@@ -47,6 +54,8 @@ class Device:
     speed: float = 1.0
     kind: str = ""
     pool: str = ""
+    host: str = ""
+    launches_ahead: bool = True
 
     def __post_init__(self) -> None:
         check_name(self.name, "device name")
@@ -55,8 +64,9 @@ class Device:
         hint = " 1.0 is a whole device; leave out a device that has no compute left."
         speed = check_positive_float(self.speed, f"speed of device {self.name!r}", hint)
         object.__setattr__(self, "speed", speed)
-        for attribute in ("kind", "pool"):
+        for attribute in ("kind", "pool", "host"):
             check_is(getattr(self, attribute), str, f"{attribute} of device {self.name!r}")
+        check_is(self.launches_ahead, bool, f"launches_ahead of device {self.name!r}")
 
 
 @final

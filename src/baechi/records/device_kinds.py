@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import MAX_DEVICES, Cluster, Device, Link, check_positive_float
+from baechi.records.cluster import HOST, MAX_DEVICES, Cluster, Device, Link, check_positive_float
 from baechi.units import parse_bytes
 from baechi.validation import (
     FrozenDict,
@@ -119,6 +119,7 @@ class Calibration:
         kind: Name of the device kind whose peaks the efficiencies are shares of.
         efficiencies: Those that the profiles determine; others stay as in the table of kinds.
         launch_ns: Minimum time of a kernel.
+        host_launch_ns: Time of the launching host for a kernel; 0 where the profiles have none.
         fits: Errors of the fit, per class and element type; the last row is over all operators.
         environment: Environment of the measured profiles.
 
@@ -131,10 +132,11 @@ class Calibration:
     launch_ns: int
     fits: tuple[Fit, ...] = ()
     environment: str = ""
+    host_launch_ns: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind of a calibration")
-        settle(self, check_count, ("launch_ns",), "of a calibration")
+        settle(self, check_count, ("launch_ns", "host_launch_ns"), "of a calibration")
         object.__setattr__(self, "efficiencies", tuple(self.efficiencies))
         object.__setattr__(self, "fits", tuple(self.fits))
 
@@ -164,6 +166,7 @@ class DeviceKind:
         source: Source of the numbers.
         aliases: Other names, such as the one returned by `torch.cuda.get_device_name`.
         efficiencies: Shares of the peaks that classes of operators reach.
+        host_launch_ns: Time that the launching host is busy with a kernel.
 
     Raises:
         InputError: A number that is not positive, no fp32 peak, or no source.
@@ -178,10 +181,12 @@ class DeviceKind:
     source: str
     aliases: tuple[str, ...] = ()
     efficiencies: tuple[Efficiency, ...] = ()
+    host_launch_ns: int = 0
 
     def __post_init__(self) -> None:
         what = f"of device kind {check_name(self.name, 'name of a device kind')!r}"
-        settle(self, check_count, ("memory_bytes", "context_bytes", "launch_ns"), what)
+        counts = ("memory_bytes", "context_bytes", "launch_ns", "host_launch_ns")
+        settle(self, check_count, counts, what)
         if self.memory_bytes <= self.context_bytes:
             raise InputError(
                 f"memory {what} is {self.memory_bytes} bytes and its context takes "
@@ -202,7 +207,7 @@ class DeviceKind:
             )
 
     def calibrated(self, calibration: Calibration) -> "DeviceKind":
-        """The kind with a calibration's efficiencies and launch floor before its own.
+        """The kind with a calibration's efficiencies and launches before its own.
 
         Raises:
             InputError: The calibration is of another kind, so of shares of other peaks.
@@ -215,7 +220,9 @@ class DeviceKind:
         fitted = {(e.op_class, e.dtype) for e in calibration.efficiencies}
         kept = [e for e in self.efficiencies if (e.op_class, e.dtype) not in fitted]
         efficiencies = (*calibration.efficiencies, *kept)
-        return replace(self, launch_ns=calibration.launch_ns, efficiencies=efficiencies)
+        host_ns = calibration.host_launch_ns or self.host_launch_ns
+        floor_ns = calibration.launch_ns
+        return replace(self, launch_ns=floor_ns, efficiencies=efficiencies, host_launch_ns=host_ns)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in an element type; that of fp32 where the kind has no unit for it."""
@@ -309,7 +316,8 @@ def cluster(text: str, link: Link) -> Cluster:
     count = check_positive(int(match[1]), f"the count in cluster {text!r}", MAX_DEVICES)
     place = "cpu" if row.name == "cpu" else "cuda"
     free_bytes = row.memory_bytes - row.context_bytes
-    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(count)]
+    host = "" if place == "cpu" else HOST
+    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name, host=host) for i in range(count)]
     return Cluster.connected(devices, link)
 
 
@@ -330,7 +338,7 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Any]], list[_Share]]:
     found: dict[str, dict[str, Any]] = {}
     for i, row in enumerate(kinds):
         title = f"device kind {row.get('name', f'number {i + 1}')!r} in {file}"
-        _check_fields(row, _FIELDS, "aliases", title)
+        _check_fields(row, _FIELDS, ("aliases", "host_launch_ns"), title)
         name = _plain(check_name(row["name"], f"name of {title}"))
         if name in found:
             raise InputError(f"device kind {row['name']!r} is in {file} twice; leave one out.")
@@ -338,18 +346,20 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Any]], list[_Share]]:
     shares = []
     for i, row in enumerate(efficiencies):
         title = f"efficiency {row.get('op_class', f'number {i + 1}')!r} in {file}"
-        _check_fields(row, _EFFICIENCY_FIELDS, "kind", title)
+        _check_fields(row, _EFFICIENCY_FIELDS, ("kind",), title)
         shares.append((row.get("kind"), Efficiency(*(row[name] for name in _EFFICIENCY_FIELDS))))
     return found, shares
 
 
-def _check_fields(row: dict[str, Any], needed: Sequence[str], optional: str, title: str) -> None:
+def _check_fields(
+    row: dict[str, Any], needed: Sequence[str], optional: Sequence[str], title: str
+) -> None:
     for name in needed:
         if name not in row:
             raise InputError(f"{title} has no {name}; a row needs {', '.join(needed)}.")
     for name in row:
-        if name not in (*needed, optional):
-            may = ", ".join((*needed, optional))
+        if name not in (*needed, *optional):
+            may = ", ".join((*needed, *optional))
             raise InputError(f"{title} has {name!r}; a row may have {may}.")
 
 
@@ -378,6 +388,7 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[_Share]]) -> DeviceKind
         flops_per_s=row["flops_per_s"],
         source=row["source"],
         aliases=tuple(aliases),
+        host_launch_ns=row.get("host_launch_ns", 0),
         efficiencies=tuple(share for op_class in sorted(chosen) for share in chosen[op_class]),
     )
 

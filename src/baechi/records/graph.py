@@ -59,6 +59,7 @@ class Op:
         starts: gradients of parameters, which the backward produces.
         reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
             it frees while it runs.
+        launch_ns: Time that the launching host is busy with it, where its device has a host.
         phase: Its part of a training step: `"forward"`, `"loss"`, `"backward"`, or
             `"recompute"` for an op of the backward that runs forward ops again.
         forward: The forward op (index) that a backward op belongs to; those that a recompute op
@@ -74,16 +75,17 @@ class Op:
     reused_bytes: int = 0
     phase: Phase = "forward"
     forward: tuple[int, ...] = _NONE
+    launch_ns: int = 0
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
         held, used = self.persistent_bytes, self.workspace_bytes
-        amounts = (self.time_ns, held, used, self.late_bytes, self.reused_bytes)
+        amounts = (self.time_ns, held, used, self.late_bytes, self.reused_bytes, self.launch_ns)
         if (
             type(self.name) is str
             and self.name
             and type(self.time_ns) is type(held) is type(used) is int
-            and type(self.late_bytes) is type(self.reused_bytes) is int
+            and type(self.late_bytes) is type(self.reused_bytes) is type(self.launch_ns) is int
             and min(amounts) >= 0
             and max(amounts) <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
@@ -92,7 +94,7 @@ class Op:
             return
         check_name(self.name, "op name")
         sizes = [name for name in self.__slots__ if name.endswith("_bytes")]
-        settle(self, check_count, ("time_ns",), f"of op {self.name!r}")
+        settle(self, check_count, ("time_ns", "launch_ns"), f"of op {self.name!r}")
         settle(self, check_bytes, sizes, f"of op {self.name!r}")
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
@@ -405,8 +407,9 @@ class OpGraph(StepStructure):
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
             f"{'null' if o.group is None else quote(o.group)}"
-            f"{f',{o.late_bytes}' if o.late_bytes or o.reused_bytes else ''}"
-            f"{f',{o.reused_bytes}' if o.reused_bytes else ''}]"
+            f"{f',{o.late_bytes}' if o.late_bytes or o.reused_bytes or o.launch_ns else ''}"
+            f"{f',{o.reused_bytes}' if o.reused_bytes or o.launch_ns else ''}"
+            f"{f',{o.launch_ns}' if o.launch_ns else ''}]"
             for o in self.ops
         )
         tensors = ",".join(

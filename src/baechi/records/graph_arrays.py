@@ -25,6 +25,7 @@ class GraphArrays:
         kind_times: ns per op of every kind in `OpGraph.times`.
         persistent: Bytes per op.
         workspace: Net bytes per op: below 0 where it reuses more of its inputs than it takes.
+        launch: ns of the launching host per op.
         op_group: Per op; groups are counted by first op, and an op without one is alone in its own.
         producer: Op per tensor.
         nbytes: Per tensor.
@@ -37,6 +38,7 @@ class GraphArrays:
     kind_times: dict[str, NDArray[np.int64]]
     persistent: NDArray[np.int64]
     workspace: NDArray[np.int64]
+    launch: NDArray[np.int64]
     op_group: NDArray[np.int32]
     producer: NDArray[np.int32]
     nbytes: NDArray[np.int64]
@@ -151,6 +153,7 @@ def arrays_of(
         kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
         persistent=np.array([op.persistent_bytes for op in ops], np.int64),
         workspace=np.array([op.workspace_bytes - op.reused_bytes for op in ops], np.int64),
+        launch=np.array([op.launch_ns for op in ops], np.int64),
         op_group=np.array([groups.setdefault(key, len(groups)) for key in keys], np.int32),
         producer=np.array([tensor.producer for tensor in tensors], np.int32),
         nbytes=np.array([tensor.nbytes for tensor in tensors], np.int64),

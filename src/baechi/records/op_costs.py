@@ -29,6 +29,8 @@ class OpCost:
             that the operator failed alone and was measured in place; empty for most.
         inference_workspace_bytes: Scratch of a forward without gradients, for which torch may
             choose another kernel. `None`: not known.
+        forward_launch_ns: Time that the launching host is busy with its forward.
+        backward_launch_ns: The same of its backward.
     """
 
     forward_ns: int
@@ -43,6 +45,8 @@ class OpCost:
     remark: str = ""
     inference_workspace_bytes: int | None = None
     backward_reused_bytes: int = 0
+    forward_launch_ns: int = 0
+    backward_launch_ns: int = 0
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:

@@ -1,18 +1,22 @@
 """The figures of a plan that all reports share."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.placers.solving import PLACERS
+from baechi.problem.simulation import Launch, launches, simulate
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer, error_of
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
+
+# A step that launches make this much longer is said to be bound by them.
+_NOTED: Final = 0.1
 
 Row = list[str]
 # Title, header, rows; a column whose title begins with > is flush right.
@@ -104,6 +108,22 @@ class Plan:
         named = (ops[op.forward[0]] if op.phase == "backward" else op for op in ops)
         return tuple(known.get(op.name, "") for op in named)
 
+    @cached_property
+    def launches(self) -> Mapping[str, tuple[Launch, ...]]:
+        """What every host of the cluster launches, in launch order."""
+        hosts = dict.fromkeys(device.host for device in self.cluster.devices if device.host)
+        found = launches(self.graph, self.cluster, self.schedule) if hosts else ()
+        return {host: tuple(row for row in found if row.host == host) for host in hosts}
+
+    @cached_property
+    def unlaunched_ns(self) -> int:
+        """The step if no launch took time."""
+        if not any(self.launches.values()):
+            return self.schedule.makespan_ns
+        devices = tuple(replace(device, host="") for device in self.cluster.devices)
+        cluster = replace(self.cluster, devices=devices)
+        return simulate(self.graph, cluster, self.placement).makespan_ns
+
     @property
     def moved_bytes(self) -> int:
         """Bytes that all transfers send."""
@@ -158,7 +178,32 @@ def summary(plan: Plan) -> tuple[str, ...]:
     transfers = len(schedule.transfers)
     moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
     moves += "s" if transfers != 1 else ""
-    return (f"{time}.", f"{memory}.", f"{moves}.")
+    return (f"{time}.", f"{memory}.", f"{moves}.", *_launching(plan))
+
+
+def _launching(plan: Plan) -> list[str]:
+    """A sentence where launches make the step longer by a tenth or more."""
+    step_ns = plan.schedule.makespan_ns
+    if step_ns - plan.unlaunched_ns <= _NOTED * step_ns:
+        return []
+    busy_ns = {h: sum(r.end_ns - r.start_ns for r in rows) for h, rows in plan.launches.items()}
+    host = max(busy_ns, key=lambda name: busy_ns[name])
+    fewer = ", or fewer devices" if len(set(plan.placement.devices)) > 1 else ""
+    return [
+        f"The step is bound by launches: host {host} is busy with them for "
+        f"{format_ns(busy_ns[host])}, and if they took no time a step would take "
+        f"{format_ns(plan.unlaunched_ns)}. Fewer or longer operators end that: "
+        f'place(..., cuda_graphs="auto") or compile=True, a larger batch{fewer}.'
+    ]
+
+
+def host_rows(plan: Plan) -> list[tuple[str, int, float]]:
+    """Per host its name, its launches, and the share of the step for which it is busy."""
+    step_ns = plan.schedule.makespan_ns or 1
+    return [
+        (f"host {host}", len(rows), sum(row.end_ns - row.start_ns for row in rows) / step_ns)
+        for host, rows in plan.launches.items()
+    ]
 
 
 def comparison(plan: Plan) -> list[Table]:

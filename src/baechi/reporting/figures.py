@@ -14,7 +14,7 @@ from itertools import chain, count
 from typing import Any, Final, NamedTuple
 
 from baechi.errors import InputError
-from baechi.problem.simulation import memory_profile
+from baechi.problem.simulation import Launch, memory_profile
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Span, Transfer
 from baechi.reporting.facts import Plan
@@ -118,12 +118,12 @@ def graph_figure(plan: Plan) -> Any:
 
 
 def time_figure(plan: Plan) -> Any:
-    """Ops and incoming transfers of every device over time, and its memory below."""
+    """Ops and incoming transfers of every device over time, what hosts launch; memory below."""
     require_plotly()
     from plotly.subplots import make_subplots
 
     count = len(plan.cluster.devices)
-    lanes_px = 46 * count + 30
+    lanes_px = 46 * count + 23 * len(plan.launches) + 30
     memory_px = 300
     figure = make_subplots(
         rows=2,
@@ -202,6 +202,12 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
         marker = {"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}}
         texts = [_transfer_text(plan, transfer) for transfer in arriving]
         _add_bars(figure, plan, target.name, "to ", arriving, texts, marker=marker, width=0.45)
+    for host, launches in plan.launches.items():
+        colors = [color(plan.placement.devices[launch.op]) for launch in launches] or _LINE
+        texts = [_launch_text(plan, launch) for launch in launches]
+        _add_bars(
+            figure, plan, host, "host ", launches, texts, marker={"color": colors}, width=0.45
+        )
 
 
 def _add_bars(
@@ -209,7 +215,7 @@ def _add_bars(
     plan: Plan,
     device: str,
     prefix: str,
-    rows: Sequence[Span | Transfer],
+    rows: Sequence[Span | Transfer | Launch],
     texts: list[str],
     **style: Any,
 ) -> None:
@@ -289,6 +295,14 @@ def _op_text(plan: Plan, op: int) -> str:
     if plan.sources[op]:
         lines.append(f"<i>{escape(plan.sources[op])}</i>")
     return "<br>".join(lines)
+
+
+def _launch_text(plan: Plan, launch: Launch) -> str:
+    """Hover text of a launch."""
+    return (
+        f"launch of <b>{escape(plan.graph.ops[launch.op].name)}</b><br>"
+        f"{format_ns(launch.end_ns - launch.start_ns)}, from {format_ns(launch.start_ns)}"
+    )
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:

@@ -1,8 +1,9 @@
 """The schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
 A process per device, with a thread each for computing, sending and receiving (more where transfers
-overlap, because slices of one thread must nest), and a memory counter. A flow
-arrow goes from the producer over both ends of the transfer to the first consumer there.
+overlap, because slices of one thread must nest), and a memory counter; a process per host with its
+launches. A flow arrow goes from the producer over both ends of the transfer to the first consumer
+there.
 Times are in microseconds, as in the format.
 """
 
@@ -39,7 +40,8 @@ def trace_events(plan: Plan) -> list[Event]:
     sends = _lanes(transfers, [transfer.src for transfer in transfers])
     receives = _lanes(transfers, [transfer.dst for transfer in transfers])
     moves = _transfers(plan, sends, receives)
-    return [*_names(plan, sends, receives), *_ops(plan), *moves, *_counters(plan)]
+    parts = (_names(plan, sends, receives), _ops(plan), moves, _launches(plan), _counters(plan))
+    return [event for part in parts for event in part]
 
 
 def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
@@ -54,6 +56,10 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
         for thread in sorted(threads):
             yield _metadata("thread_name", device, thread, name=threads[thread])
             yield _metadata("thread_sort_index", device, thread, sort_index=thread)
+    for process, host in enumerate(plan.launches, len(lanes)):
+        yield _metadata("process_name", process, 0, name=f"host {host}")
+        yield _metadata("process_sort_index", process, 0, sort_index=process)
+        yield _metadata("thread_name", process, _COMPUTE, name="launch")
 
 
 def _ops(plan: Plan) -> Iterator[Event]:
@@ -95,6 +101,13 @@ def _transfers(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Ev
                 "id": index + 1,
                 **({} if phase == "s" else {"bp": "e"}),
             }
+
+
+def _launches(plan: Plan) -> Iterator[Event]:
+    for process, rows in enumerate(plan.launches.values(), len(plan.cluster.devices)):
+        for launch in rows:
+            name, ends = plan.graph.ops[launch.op].name, (launch.start_ns, launch.end_ns)
+            yield {**_slice(name, "launch", process, _COMPUTE, ends), "args": {"op": launch.op}}
 
 
 def _counters(plan: Plan) -> Iterator[Event]:

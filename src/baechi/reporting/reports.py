@@ -16,6 +16,7 @@ from baechi.problem.simulation import peak_holdings
 from baechi.reporting.facts import (
     Plan,
     comparison,
+    host_rows,
     percent,
     placer_tables,
     summary,
@@ -100,6 +101,7 @@ def text_report(plan: Plan) -> Report:
         ]
         for facts in plan.devices
     ]
+    devices += [[name, str(n), f"{busy:.0%}", *[""] * 5] for name, n, busy in host_rows(plan)]
     tables = [("Devices", header, devices), *comparison(plan), *placer_tables(plan)]
     if plan.traced is not None:
         tables.append(tracing_table(plan.traced))
@@ -147,8 +149,8 @@ def _body(plan: Plan) -> str:
         _figure(graph_figure(plan), "graph"),
         "<h2>The step over time</h2>",
         '<p class="soft">Backward ops are paler. A transfer stands in the lane of the device that '
-        "receives it and has the color of the one that sends it. Both pictures zoom together."
-        "</p>",
+        "receives it and has the color of the one that sends it; a launch stands in the lane of "
+        "its host and has the color of its device. Both pictures zoom together.</p>",
         _figure(time_figure(plan), "time"),
         "<h2>Details</h2>",
         *_details(plan),
@@ -176,6 +178,8 @@ def _devices(plan: Plan) -> str:
         row.append(f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}")
         row.append(f"{contents} (at {format_ns(time_ns)})" if contents else "")
         rows.append([*row, format_bytes(facts.received_bytes), format_bytes(facts.sent_bytes)])
+    for name, ops, busy in host_rows(plan):
+        rows.append([name, str(ops), _Html(_bar(busy, -1)), *[""] * 5])
     header = ["device", ">ops", "computes", "memory at its peak", ">bytes", "of which"]
     return _table([*header, ">received", ">sent"], rows)
 

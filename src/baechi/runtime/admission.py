@@ -3,7 +3,8 @@
 The devices and the order of operators are the family's. At another shape tensors have other
 bytes, by the facts of the trace at that shape. What only a profile knows, workspaces and bytes
 saved inside an operator, grows at most with the square of what the operator reads and makes. Times
-stay those of the reference shape: they decide when a tensor is alive, and no result.
+stay those of the reference shape: they decide when a tensor is alive, and no result. Times at
+another shape, for people, follow from those at two (`schedule_at`).
 
 A shape whose every size is at most that of an admitted one fits, too: with times as they are,
 memory at each instant is a sum of sizes. Others are simulated once, first with what grew doubled.
@@ -11,21 +12,28 @@ O(nodes + edges), with a sort.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
+from baechi.costs.estimation import estimate, rescaled
+from baechi.errors import InputError
 from baechi.problem.simulation import overflows
 from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
-from baechi.records.placement import Placement
-from baechi.traced.traced_model import Traced
+from baechi.records.op_costs import Profile
+from baechi.records.placement import Placement, Schedule
+from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
+from baechi.traced.traced_model import Traced, op_times
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.families import Family
-from baechi.tracing.family_traces import resized
+from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.lowering import TracedModule
+from baechi.validation import FrozenDict
 
 
 @final
@@ -42,6 +50,8 @@ class Admission:
         gpus: The GPU of every logical device; None for a CPU.
         checkpoint: What runs forward again in the graph.
         reference: Values of the family's symbols at the reference shape.
+        other: Values at the other shape that the family began with; empty if there was none.
+        profiles: Costs of a trace, for each kind of device.
         replayed: Whether it runs as CUDA graphs.
     """
 
@@ -53,6 +63,8 @@ class Admission:
     gpus: Gpus
     checkpoint: Any
     reference: Sequence[int]
+    other: Sequence[int]
+    profiles: Callable[[Traced], Sequence[Profile]]
     replayed: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +73,7 @@ class Admission:
         self.family: Family = module.family
         self._facts = self.family.facts(self.reference)
         self._fit = [self.family.sizes(self.reference)]
+        self._replayed = MOST_SHAPES
 
     def missing(self, values: Sequence[int]) -> Mapping[str, int]:
         """The devices whose memory the step exceeds at a shape, with the missing bytes."""
@@ -76,11 +89,33 @@ class Admission:
                 return {}
         return found
 
+    def most_replayed(self, values: Sequence[int]) -> int:
+        """The number of shapes whose CUDA graphs fit at once: this one, and those of before.
+
+        At least one, at most `MOST_SHAPES`. They share nothing but persistent bytes.
+        """
+        schedule, memory_of = self._schedule_at(values), self.cluster.memories
+        held: Counter[int] = Counter()
+        for op, device in zip(self.graph.ops, self.placement.devices, strict=True):
+            held[memory_of[device]] += op.persistent_bytes
+        rows = [(peak, held[m]) for peak, m in zip(schedule.peak_bytes, memory_of, strict=True)]
+        while self._replayed > 1:
+            peaks = tuple(peak + (self._replayed - 1) * (peak - kept) for peak, kept in rows)
+            several = replace(schedule, peak_bytes=peaks)
+            if not overflows(several, self.cluster, self.constraints):
+                break
+            self._replayed -= 1
+        return self._replayed
+
     def _overflows(self, values: Sequence[int]) -> Mapping[str, int]:
-        graph = self._graph_at(values)
+        return dict(overflows(self._schedule_at(values), self.cluster, self.constraints))
+
+    def _schedule_at(self, values: Sequence[int]) -> Schedule:
+        return self._scheduled(self._graph_at(values))
+
+    def _scheduled(self, graph: OpGraph) -> Schedule:
         placement = replace(self.placement, graph_digest=graph.digest)
-        schedule = scheduled(graph, self.cluster, placement, self.gpus, replayed=self.replayed)
-        return dict(overflows(schedule, self.cluster, self.constraints))
+        return scheduled(graph, self.cluster, placement, self.gpus, replayed=self.replayed)
 
     def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
         """(symbol, value): the largest that fits of the symbol that grew most, all else equal.
@@ -96,6 +131,27 @@ class Admission:
             fits = not self._overflows(at)
             low, high = (middle, high) if fits else (low, middle)
         return None if low == 1 else (symbol, low)
+
+    def schedule_at(self, values: Sequence[int]) -> Schedule:
+        """The predicted schedule of a step at a shape, with times that follow from two shapes.
+
+        Measured costs are measured at the second of them when this is first called.
+        """
+        graph, traced = self._graph_at(values), sized(self.traced, values)
+        profiles = [rescaled(rows, _computed(traced, rows[0][0].kind)) for rows in self._known]
+        times = {row.kind: op_times(graph, row.costs) for row in profiles}
+        rows = zip(graph.ops, times[profiles[0].kind], strict=True)
+        ops = tuple(replace(op, time_ns=time_ns) for op, time_ns in rows)
+        return self._scheduled(replace(graph, ops=ops, times=FrozenDict(times)))
+
+    @cached_property
+    def _known(self) -> list[list[tuple[Profile, Profile]]]:
+        """Of every kind of device the costs, and the computed ones, at one shape or two."""
+        rows = []
+        for values in filter(None, (self.reference, self.other)):
+            traced = sized(self.traced, values)
+            rows.append([(row, _computed(traced, row.kind)) for row in self.profiles(traced)])
+        return list(map(list, zip(*rows, strict=True)))
 
     def _graph_at(self, values: Sequence[int]) -> OpGraph:
         graph, training = self.graph, self.graph.is_training
@@ -116,6 +172,14 @@ class Admission:
             for index, op in enumerate(graph.ops)
         )
         return replace(graph, ops=ops, tensors=tensors)
+
+
+def _computed(traced: Traced, kind: str) -> Profile:
+    """Computed costs; as on a CPU where the kind is not in the table."""
+    try:
+        return estimate(traced, kind)
+    except InputError:
+        return estimate(traced, "cpu")
 
 
 def _most(factors: Sequence[float], index: int, forward: Sequence[int]) -> float:

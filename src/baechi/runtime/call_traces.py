@@ -44,9 +44,11 @@ class CallTraces:
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         places = self._places(call, kin)
+        kept, static = _beyond(model, call, kin)
+        if kept is not None:
+            return kept
         if not places or self._kind(model, call, kin) in self._given_up:
-            return ladder.trace(model, args, kwargs)
-        static: Traced | None = None
+            return static or ladder.trace(model, args, kwargs)
         try:
             traced = ladder.trace(model, args, kwargs, places=places)
             family: Family | None = traced.module.family
@@ -61,7 +63,7 @@ class CallTraces:
                     if each.family is None and each.module.gradients is traced.module.gradients
                 ]
                 if True not in same:
-                    static = ladder.trace(model, args, kwargs)
+                    static = static or ladder.trace(model, args, kwargs)
                     same.append(is_same(traced, static))
                 if False not in same:
                     return traced
@@ -83,10 +85,13 @@ class CallTraces:
             return frozenset(place for place, (least, _) in rows if size_at(call, place) >= least)
         return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
 
-    def reference(
+    def references(
         self, traced: Traced, call: Call, kin: Sequence[Executable]
-    ) -> tuple[int, ...] | None:
-        """The sizes that a family is placed for: the largest declared, or so far."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The sizes that a family is placed for, the largest declared or so far; and others.
+
+        The others are none where only one shape is known.
+        """
         family: Family | None = traced.module.family
         if family is None:
             return None
@@ -97,7 +102,8 @@ class CallTraces:
             sizes = declared(call, self._dynamic).items()
             rows.append(family.maxima({place: largest for place, (_, largest) in sizes}))
         largest = tuple(map(max, zip(*rows, strict=True)))
-        return largest if family.holds(largest) else mine
+        found = largest if family.holds(largest) else mine
+        return found, next((row for row in rows if row != found and family.holds(row)), ())
 
     def note(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> str:
         """Why a call has no family though calls of other sizes came; empty if it has one."""
@@ -105,6 +111,24 @@ class CallTraces:
 
     def _kind(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Any:
         return model, model.training, call.structure.form, self._places(call, kin)
+
+
+def _beyond(
+    model: nn.Module, call: Call, kin: Sequence[Executable]
+) -> tuple[Traced | None, Traced | None]:
+    """A family whose guards fail, though it runs the same at these sizes; and the call's own trace.
+
+    Each is None if there is none, or none was needed.
+    """
+    static: Traced | None = None
+    for special in kin:
+        if special.attributes.hold() and special.may_take(call):
+            if static is None:
+                args, kwargs = call.structure.fill(call.tensors)
+                static = ladder.trace(model, args, kwargs)
+            if special.extend(static) and special.joined(call) is not None:
+                return special.traced, static
+    return None, static
 
 
 def _fixed(family: Family, kin: Sequence[Executable]) -> str:

@@ -84,9 +84,10 @@ class Placed:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         state: PlacedState | None = self.__dict__.get(KEY)
+        own = super().__call__  # type: ignore[misc]
         if state is None or state.is_inside:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return state.run(state.root, args, kwargs)
+            return own(*args, **kwargs)
+        return state.run(state.root, args, kwargs, own)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -133,6 +134,7 @@ class Placed:
                 if any(old is not new for old, new in rows):
                     state.forget()
             if host is not None:
+                state.unsettle()
                 for tensor, _ in state.origins:
                     move(tensor, host)
         return self

@@ -1,6 +1,6 @@
 """A traced model bound to a placement and to torch devices: what one call runs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Final, final
@@ -33,6 +33,7 @@ from baechi.torch_support.torch_devices import gpus_of
 from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.family_traces import same_beyond
 from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
@@ -41,7 +42,7 @@ from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
-_MOST_RETURNED: Final = 1024  # structures of results that are kept, by shape
+_MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
 
 
 @final
@@ -58,6 +59,8 @@ class Executable:
         family: The calls of other sizes that it runs, too; None if there are none.
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
+        comparison: How it was found faster than another placement by measurement; else empty.
+        unsplit_on: The device of all, if the model itself runs in place of the program.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -84,6 +87,9 @@ class Executable:
         self.module = module
         self.family = module.family
         self.admission: Admission | None = None
+        self.unsplit_on: torch.device | None = None
+        self.wants_gradients = True
+        self.comparison = ""
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
@@ -159,6 +165,22 @@ class Executable:
         """After how many calls of a kind all that can be a CUDA graph is one."""
         return 0 if self.graphs is None else WARM_UP + 1
 
+    def unsplit(
+        self, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The result of the model itself, which `plain` calls."""
+        if self.wants_gradients:
+            return plain(*args, **kwargs)
+        with torch.no_grad():
+            return plain(*args, **kwargs)
+
+    def holds(self) -> bool:
+        """True if the model's attributes are those for which this runs; its own Python reads them.
+
+        So where the model itself runs, they may be others.
+        """
+        return self.unsplit_on is not None or self.attributes.hold()
+
     @property
     def is_settled(self) -> bool:
         """True if every parameter and buffer is where this placement needs it."""
@@ -201,6 +223,20 @@ class Executable:
         values = None if self.family is None else self.family.joined(call)
         return values if values is not None and self.takes(call) else None
 
+    def may_take(self, call: Call) -> bool:
+        """True if the sizes of a call are of its family, whatever the guards say."""
+        family = self.family
+        if family is None or not family.carries(call):
+            return False
+        return family.beyond(family.carrying(call)) is not None and self.takes(call)
+
+    def extend(self, other: Traced) -> bool:
+        """Take the call of another trace, too, if at its sizes the family's runs what that does."""
+        call = same_beyond(self.traced, other)
+        if call is not None and self.family is not None:
+            self.family.extend(call)
+        return call is not None
+
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)
 
@@ -210,7 +246,7 @@ class Executable:
             return self.module.returned
         key = tuple(tensor.shape for tensor in call.tensors)
         if key not in self._returned_at:
-            if len(self._returned_at) >= _MOST_RETURNED:
+            if len(self._returned_at) >= _MOST_KEPT:
                 self._returned_at.clear()
             values = self.family.values(call)
             assert values is not None  # it has joined
@@ -248,7 +284,7 @@ class Executable:
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
-        rows += (self.note,) if self.note else ()
+        rows += tuple(text for text in (self.note, self.comparison) if text)
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
@@ -283,6 +319,8 @@ class Executable:
         executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             result = self._run(self._alone, call, None)
+        if len(self._modes) >= _MOST_KEPT:
+            self._modes.clear()
         self._modes.add(mode)
         return result
 

@@ -201,6 +201,17 @@ class PlacedModule(nn.Module):
         state.known("graph"), state.known("cluster")
         return cast(Schedule, state.current.schedule)
 
+    def schedule_of(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The predicted schedule of a step of another shape, for a call of which there is a plan.
+
+        Nothing of the model runs. Times follow from the costs at the two shapes with which the plan
+        began; where costs are measured, those of the second shape are when this is first called.
+
+        Raises:
+            NotSpecializedError: There is no plan for such calls.
+        """
+        return _state(self).schedule_of(args, kwargs)
+
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
         """The devices, and the device of every parameter: for Accelerate and transformers.

@@ -8,6 +8,9 @@ placed step have plans of their own, around the weights where earlier calls put 
       trace, step, backward    no entry: in these threads every part runs as it is
 
 What has no plan, as no tracer takes it or it does not fit, runs unsplit, which it says once.
+
+A plan that leaves all on one device, and asks nothing of the runtime, runs the model itself: calls
+like one before find that by a glance at their arguments.
 """
 
 import warnings
@@ -19,8 +22,14 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import nn
 
-from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
-from baechi.records.placement import Measurement
+from baechi.errors import (
+    BaechiError,
+    ExecutionError,
+    InputError,
+    NotSpecializedError,
+    TraceError,
+)
+from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
@@ -31,16 +40,22 @@ from baechi.torch_support.torch_internals import (
     backward_id,
     foreign_tracer,
     plain_call,
+    unhooked,
 )
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
 from baechi.tracing.pytrees import tensors_in
 
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
+_MOST_GLANCES: Final = 4096  # kinds of calls that run the model itself
 
 
 class Specialize(Protocol):
     """What makes specializations."""
+
+    @property
+    def needs_runtime(self) -> bool:
+        """True if an option asks for what only the runtime does."""
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """The one among those for such calls whose family takes this one, too, if it fits."""
@@ -52,7 +67,7 @@ class Specialize(Protocol):
         kin: Sequence[Executable],
         homes: Mapping[torch.Tensor, int],
     ) -> Executable:
-        """A new one, with parameters where they are at home."""
+        """A new one, with parameters where they are at home; or one of these, if it will do."""
 
 
 @final
@@ -78,7 +93,7 @@ class Entry:
         # Whoever compiles a part compiles what it is.
         if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
             return self.plain(*args, **kwargs)
-        return self._state.run(self, args, kwargs)
+        return self._state.run(self, args, kwargs, self.plain)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nothing: a copy of a part is not placed."""
@@ -109,8 +124,8 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_limit", "_settled", "_specialize", "_unsplit", "entries", "homes", "latest", "loaded"),
-        *("lock", "measured", "meter", "model", "origins", "places", "root"),
+        *("_glances", "_limit", "_settled", "_specialize", "_unsplit", "entries", "homes"),
+        *("latest", "loaded", "lock", "measured", "meter", "model", "origins", "places", "root"),
     )
 
     def __init__(
@@ -128,6 +143,7 @@ class PlacedState:
         self.entries: dict[nn.Module, Entry] = {}  # of the parts
         self.latest: Executable | None = None
         self._settled: set[Executable] = set()  # whose weights are where they need them
+        self._glances: dict[Any, Executable] = {}  # of calls that run the model itself
         # Of each tensor in the first plan that had it, whatever became of that: optimizers' state
         # is there.
         self.homes: dict[torch.Tensor, int] = {}
@@ -161,6 +177,8 @@ class PlacedState:
         if self.latest is None:
             raise NotSpecializedError(
                 "this module is not specialized yet: call it once, or give `place` example_args."
+                if not self.root.is_told
+                else self._unsplit[0]
             )
         return self.latest
 
@@ -174,6 +192,23 @@ class PlacedState:
         if value is None:
             raise NotSpecializedError(f"`apply` was not given the {what}; give it {what}=...")
         return value
+
+    def schedule_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """As `PlacedModule.schedule_of`."""
+        call = canonical_call(self.model, args, kwargs)
+        with self.lock:
+            for special in self.root.specializations.kin():
+                values = special.joined(call) if special.holds() else None
+                if values is not None and special.admission is not None:
+                    with torch.inference_mode(False), torch.enable_grad(), unhooked():
+                        return special.admission.schedule_at(values)
+            known = self.root.specializations.find(call)
+        if known is None or known.schedule is None:
+            raise NotSpecializedError(
+                f"no plan is known to take a call with {call.shapes}: call the placed model twice, "
+                "with other sizes, so that a plan for any size is made."
+            )
+        return known.schedule
 
     @property
     def is_inside(self) -> bool:
@@ -194,29 +229,70 @@ class PlacedState:
         """Those of the latest call, and of the parts that ran unsplit."""
         return (*self.current.remarks, *self._unsplit)
 
-    def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own result, computed on its devices.
+    def run(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: Callable[..., Any],
+    ) -> Any:
+        """The module's own result, computed on its devices; `plain` is its own call.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
-        with self.lock:
-            try:
-                if tracer := foreign_tracer():
-                    raise ExecutionError(
-                        f"{tracer} looks through the Python of a model, and a placed one runs on "
-                        "its own workers: give it model = placed.unplace(), or a "
-                        "copy.deepcopy(placed)."
-                    )
-                call = canonical_call(entry.module, args, kwargs)
-                special = self.special(entry, call)
-            except BaechiError as error:
-                if entry is self.root:
-                    raise
-                return self._whole(entry, str(error), args, kwargs)
-            return special(call, self.meter)
+        glance = self._glance(args, kwargs) if entry is self.root else None
+        special = self._glances.get(glance)
+        if special is None or special not in self._settled or self.meter is not None:
+            with self.lock:
+                try:
+                    if tracer := foreign_tracer():
+                        raise ExecutionError(
+                            f"{tracer} looks through the Python of a model, and a placed one runs "
+                            "on its own workers: give it model = placed.unplace(), or a "
+                            "copy.deepcopy(placed)."
+                        )
+                    call = canonical_call(entry.module, args, kwargs)
+                    special = self.special(entry, call)
+                except BaechiError as error:
+                    # The cause of a `TraceError` is an error of the model's own, which cannot run.
+                    untraced = isinstance(error, TraceError) and error.__cause__ is None
+                    if entry is self.root and not (untraced and self._is_alone):
+                        raise
+                    return self._whole(entry, str(error), args, kwargs, plain)
+                home = special.unsplit_on
+                if not home or self.meter or any(tensor.device != home for tensor in call.tensors):
+                    return special(call, self.meter)
+                if glance is not None:
+                    if len(self._glances) >= _MOST_GLANCES:
+                        self._glances.clear()
+                    self._glances[glance] = special
+        self.latest = special
+        self.lock.enter()
+        try:
+            return special.unsplit(plain, args, kwargs)
+        finally:
+            self.lock.leave()
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if there is one device, and the model on it can run as it is."""
+        planner = self._specialize
+        free = planner is not None and not planner.needs_runtime
+        return free and len(self.places) == 1 and not any(t.is_meta for t in self._tensors())
+
+    def _glance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Equal for calls whose arguments are alike; None if one is more than tensors and numbers.
+
+        Some 5 us.
+        """
+        try:
+            arguments = _look(args), _look(kwargs)
+        except TypeError:
+            return None
+        return torch.is_grad_enabled(), self.model.training, arguments
 
     def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet, with weights in place."""
@@ -250,6 +326,9 @@ class PlacedState:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, kin, self.homes)
+            if special in kin:
+                entry.specializations.add(call, special)
+                return special
             entry.specializations.make_room(call, special, self._limit)
         except BaseException as error:
             if self.latest is not None:
@@ -269,30 +348,40 @@ class PlacedState:
         self.latest = special
 
     def _whole(
-        self, entry: Entry, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        entry: Entry,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: Callable[..., Any],
     ) -> Any:
         """The result of a part that has no plan, on the device of its first argument."""
         own = [*entry.module.parameters(), *entry.module.buffers()]
-        home = next((tensor.device for tensor in tensors_in((args, kwargs))), own[0].device)
+        home = next((tensor.device for tensor in tensors_in((args, kwargs))), self.places[0])
         if not entry.is_told:
             entry.is_told = True
-            text = (
-                f"{entry.path} of the placed {type(self.model).__name__} was called from outside "
-                f"of its forward and ran unsplit, on {home}: {reason}"
-            )
+            what = f"the placed {type(self.model).__name__}"
+            if entry.path:
+                what = f"{entry.path} of {what} was called from outside of its forward and"
+            text = f"{what} ran unsplit, on {home}: {reason}"
             self._unsplit.append(text)
             warnings.warn(text, stacklevel=4)
         if any(tensor.device != home for tensor in own):
             self._settled.clear()
             for tensor in own:
                 move(tensor, home)
-        return entry.plain(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def cover(self) -> None:
-        """Make an entry of every part with weights that the model has now, and of no other."""
+        """Make an entry of every part with weights that the model has now, and of no other.
+
+        While the model itself runs its parts do, too.
+        """
+        specials = list(self.root.specializations)
+        whole = specials and all(special.unsplit_on for special in specials)
         parts = {
             module: path
-            for path, module in self.model.named_modules()
+            for path, module in ([] if whole else self.model.named_modules())
             if path and next(chain(module.parameters(), module.buffers()), None) is not None
         }
         for module in self.entries.keys() - parts.keys():
@@ -333,11 +422,16 @@ class PlacedState:
         self.close()
         self.homes.clear()
         self._settled.clear()
+        self._glances.clear()
         for entry in self._all_entries:
             entry.specializations = Specializations(entry.module)
         self.latest = None
         devices = (device for _, device in self.origins)
         self.origins = list(zip(self._tensors(), devices, strict=False))
+
+    def unsettle(self) -> None:
+        """Take note that weights have moved."""
+        self._settled.clear()
 
     def close(self) -> None:
         """Stop the workers."""
@@ -356,3 +450,21 @@ class PlacedState:
         self._settled.clear()
         for tensor, device in self.origins:
             move(tensor, device)
+
+
+def _look(value: Any) -> Any:
+    """Equal for values that are alike to a model.
+
+    Raises:
+        TypeError: An object of another class, which may be anything.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.shape, value.dtype, value.device
+    if value is None or kind in (bool, int, float, str):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *map(_look, value)
+    if kind is dict:
+        return kind, *value, *map(_look, value.values())
+    raise TypeError

@@ -72,8 +72,8 @@ class StateGuard:
                         dtype = None if value is None else value.dtype
                         name = f"{path}.{key}".lstrip(".")
                         self._rows.append((holder, key, value, dtype, name))
-        self._held = HeldObjects(holder for holder, *_ in self._rows)
-        self._typed = [(row[2], row[3]) for row in self._rows if row[3] is not None]
+        typed = ((value, ("dtype",)) for _, _, value, dtype, _ in self._rows if dtype is not None)
+        self._held = HeldObjects((holder for holder, *_ in self._rows), typed)
 
     def check(self) -> None:
         """Nothing, some 30 ns a name where it is as it was.
@@ -81,7 +81,7 @@ class StateGuard:
         Raises:
             ExecutionError: One of them was replaced, or cast to another type.
         """
-        if self._held.are_same() and all(t.dtype is dtype for t, dtype in self._typed):
+        if self._held.are_same():
             return
         for holder, key, value, dtype, name in self._rows:
             if holder.get(key) is not value:

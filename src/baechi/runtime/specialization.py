@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import count
-from threading import RLock, get_ident
+from threading import Condition, RLock, get_ident
 from typing import Any, Final, final
 
 from torch import nn
@@ -67,7 +67,7 @@ class Specializations:
         if key in self._refused:
             raise InputError(self._refused[key])
         for special in self._rows.get(key, ()):
-            if special.attributes.hold() and special.takes(call):
+            if special.holds() and special.takes(call):
                 self._used[special] = next(self._clock)
                 self._found(special, call)
                 return special
@@ -101,7 +101,7 @@ class Specializations:
             other
             for other in rows
             if other is not special
-            and other.attributes.hold()
+            and other.holds()
             and other.traced.module.gradients == told
             and other.asks_the_same(call)
         ]
@@ -123,12 +123,15 @@ class Specializations:
     def make_room(self, call: Call, special: Executable, limit: int) -> None:
         """Drop what one more makes needless, and the least recently used at the limit.
 
-        A family comes instead of those for one shape each whose calls it takes. The first time that
+        A family comes instead of those that ran one shape each, which it takes. The first time that
         another is dropped, there is a warning.
         """
         for other in self.kin():
-            fixed = other.family is None and other.attributes.hold()
-            if fixed and special.joined(other.module.call) is not None:
+            once = sum(other in row for row in self._rows.values()) == 1
+            if not once or not other.holds():
+                continue
+            fixed = other.family is None and special.joined(other.module.call) is not None
+            if fixed or special.extend(other.traced):
                 self._forget(other)
         while len(self) >= limit:
             oldest = min(self._used, key=self._used.__getitem__)
@@ -229,25 +232,64 @@ class ModuleKind:
 
 @final
 class CallLock:
-    """A lock under which one thread calls or plans, and the others wait. Reentrant.
+    """A lock under which one thread runs programs or plans, and the others wait. Reentrant.
 
     A trace replaces parameters, hooks and functions of the model while it lasts, so a call at the
-    same time would see another model; and the executor runs one call at a time anyway.
+    same time would see another model; and the executor runs one call at a time anyway. Calls that
+    run the model itself are guests: they run side by side, and not while another thread has the
+    lock.
     """
 
     def __init__(self) -> None:
         self._lock = RLock()
         self._owners: list[int] = []  # the one thread that has it, each time that it entered
+        self._guests: dict[int, int] = {}  # calls, by thread
+        self._left = Condition()
 
     @property
     def is_mine(self) -> bool:
         """True if this thread calls or plans."""
-        return get_ident() in self._owners
+        me = get_ident()
+        return me in self._guests or me in self._owners
 
     def __enter__(self) -> None:
+        me = get_ident()
         self._lock.acquire()
-        self._owners.append(get_ident())
+        self._owners.append(me)
+        if not self._guests:
+            return
+        try:
+            with self._left:
+                self._left.wait_for(lambda: not self._guests.keys() - {me})
+        except BaseException:  # Ctrl-C
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._owners.pop()
         self._lock.release()
+
+    # A guest first says that it is there and then looks for an owner, who does the reverse: so one
+    # of the two sees the other, and without an owner no guest takes a lock.
+
+    def enter(self) -> None:
+        """Begin a call of the model itself."""
+        me, guests = get_ident(), self._guests
+        while True:
+            guests[me] = guests.get(me, 0) + 1
+            if guests[me] > 1 or not self._owners or me in self._owners:
+                return
+            self.leave()
+            with self._lock:
+                pass
+
+    def leave(self) -> None:
+        """End a call of the model itself."""
+        me, guests = get_ident(), self._guests
+        if guests[me] > 1:
+            guests[me] -= 1
+            return
+        del guests[me]
+        if self._owners:
+            with self._left:
+                self._left.notify_all()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -30,7 +31,7 @@ from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import gradients_kept
+from baechi.tracing.side_effects import gradients_kept, notes_kept
 from baechi.validation import check_positive
 
 _WARM_UP: Final = 2
@@ -48,17 +49,28 @@ def measure_steps(executable: Executable, metered: Metered, steps: int) -> Measu
         InputError: `steps` is no positive integer.
     """
     check_positive(steps, "steps")
+    with _running(executable) as run:
+        samples = run.times(steps)
+        peaks, moved = _peaks(run, metered, executable.places)
+    return Measurement(int(statistics.median(samples)), peaks, samples, moved)
+
+
+def step_times(executable: Executable, steps: int) -> tuple[int, ...]:
+    """Times of steps in ns, after some that are not counted."""
+    with _running(executable) as run:
+        return run.times(steps)
+
+
+@contextlib.contextmanager
+def _running(executable: Executable) -> Iterator["_Steps"]:
+    """Steps on copies of the call's tensors, of which nothing stays."""
     module = executable.module
     loss = len(executable.traced.ops)  # the op after the forward's, where there is a backward
     loss_device = executable.placement.devices[loss] if executable.training else 0
-    clock = _Clock(executable.places)
-    with _kept(module.model, executable.places), module.call.autocast.applied():
-        run = _Steps(executable, module.model, module.call, loss_device)
-        for _ in range(_WARM_UP + executable.warm_up):
-            run.step(clock.reading, None)
-        samples = [run.step(clock.reading, None) for _ in range(steps)]
-        peaks, moved = _peaks(run, metered, executable.places)
-    return Measurement(int(statistics.median(samples)), peaks, tuple(samples), moved)
+    # The model's own Python may leave notes in it; the program has none.
+    own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
+    with _kept(module.model, executable.places), module.call.autocast.applied(), own:
+        yield _Steps(executable, module.model, module.call, loss_device)
 
 
 def planned_state_bytes(
@@ -132,6 +144,13 @@ class _Steps:
     gradients: list[torch.Tensor] | None = None  # of the outputs
     inputs: tuple[torch.Tensor, ...] = ()
 
+    def times(self, steps: int) -> tuple[int, ...]:
+        """Of so many steps, after some to warm up."""
+        clock = _Clock(self.executable.places)
+        for _ in range(_WARM_UP + self.executable.warm_up):
+            self.step(clock.reading, None)
+        return tuple(self.step(clock.reading, None) for _ in range(steps))
+
     def clear(self) -> None:
         """Leave no gradient, and no input."""
         self.inputs = ()
@@ -158,7 +177,11 @@ class _Steps:
         def forward() -> None:
             call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
             with without_observers(self.model):
-                outputs.extend(tensors_in(self.executable(call, meter)))
+                if self.executable.unsplit_on is None or meter is not None:
+                    outputs.extend(tensors_in(self.executable(call, meter)))
+                else:
+                    own = partial(type(self.model).__call__, self.model)
+                    outputs.extend(tensors_in(self.executable.unsplit(own, args, kwargs)))
 
         forward_ns = reading(forward)
         if not self.executable.training:

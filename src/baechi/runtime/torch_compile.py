@@ -4,7 +4,8 @@
     every other call        workers run what is there
 
 A compiled function is special for shapes, strides, what needs a gradient, autocast, and the number
-of torch threads: a *mode*. torch compiles where a new mode first runs, one thread at a time, and
+of torch threads: a *mode*. That of a family of shapes has symbols for sizes, and runs at all for
+which torch's own guards hold. torch compiles where a new mode first runs, one thread at a time, and
 then puts random states back. So a mode's first step is made by one thread, which has as many torch
 threads as a worker; else draws of others got lost.
 """
@@ -81,7 +82,8 @@ def compile_options(
     if unknown:
         raise InputError(
             f"compile has {', '.join(unknown)}; it takes backend, mode and options. A segment is "
-            "always compiled whole (fullgraph) and for its own shapes (dynamic=False)."
+            "always compiled whole (fullgraph), with symbols for sizes (dynamic) in a plan for a "
+            "family of shapes."
         )
     try:
         with _quiet():
@@ -109,7 +111,8 @@ def compile_options(
 class CompiledTape:
     """A tape's function, compiled when it is first called in a mode.
 
-    What was generated takes a list, which it empties; `plain`, which is compiled, the arguments.
+    What was generated takes a list, which it empties; `plain`, which is compiled, the arguments. If
+    `dynamic`, it is compiled with symbols for their sizes.
 
     Attributes:
         reason: Why it runs as generated instead; None if it does not.
@@ -122,13 +125,15 @@ class CompiledTape:
         options: CompileOptions,
         nodes: Sequence[fx.Node],
         label: str,
+        *,
+        dynamic: bool,
     ) -> None:
         self.reason: str | None = None
         self.label = label
         self.generated = generated
         self._nodes = {node.name: node for node in nodes}
         self._refusals = refusals()
-        self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
+        self._compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic, backend=options)
         observer = next(observers_in(nodes), None)
         if observer is not None:
             self._refuse(f"it runs {observer.title}")
@@ -174,7 +179,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate: bool) -> Any:
-    """Equal modes run the same compiled functions, for calls of one shape."""
+    """Equal modes run the same compiled functions."""
     return (
         differentiate,
         torch.is_inference_mode_enabled(),
@@ -182,7 +187,7 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
         ),
-        tuple((t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
+        tuple((t.shape, t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
         tuple(parameter.requires_grad for parameter in parameters),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -4,7 +4,7 @@ docs/embedding.md has the ways of sharing. An instance of NVIDIA's Multi-Instanc
 its own, named `gpu/3g@4`: profile 3g at memory slice 4.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
 
 from baechi.errors import InputError
@@ -115,7 +115,7 @@ def instances(place: int, device: Device, slices: int, share_milli: int | None) 
                 nbytes = device.memory_bytes * profile.memory // _MEMORY_SLICES
                 speed = device.speed * profile.compute / _COMPUTE_SLICES
                 label = f"{device.name}/{name}@{start}"
-                row = Device(label, nbytes, speed, device.kind)
+                row = replace(device, name=label, memory_bytes=nbytes, speed=speed)
                 found.append((start, Room(place, row, profile.share_milli)))
     return [room for _, room in sorted(found, key=lambda item: item[0])]
 

@@ -4,13 +4,16 @@ Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_torch_internals
 that a new version breaks.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import get_ident
 from traceback import FrameSummary, StackSummary
+from types import SimpleNamespace
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -24,10 +27,11 @@ from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
-from torch.utils import _traceback, checkpoint
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
@@ -378,13 +382,24 @@ TRACER_CHECK: Final = (nn.modules.activation, "_is_make_fx_tracing")
 _TORCH: Final = str(Path(torch.__file__).parent)
 
 
-def _models_frames(frames: Sequence[Mapping[str, Any]], skip: int) -> StackSummary:
-    # As torch's own, without most of torch's frames, nine of ten, and without reading any file.
-    return StackSummary.from_list(
-        FrameSummary(frame["filename"], frame["line"], frame["name"], lookup_line=False)
-        for frame in reversed(frames[skip:])
-        if frame["name"] == "forward" or not frame["filename"].startswith(_TORCH)
-    )
+_Frames = tuple[tuple[str, int, str], ...]  # files, lines and functions, the innermost first
+
+
+def _models_frames() -> _Frames:
+    # As torch's own, without most of torch's frames, nine of ten.
+    rows, frame = [], sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" or not code.co_filename.startswith(_TORCH):
+            rows.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(rows)
+
+
+@final
+class _Lines(list[str]):
+    def format(self) -> list[str]:
+        return self
 
 
 @contextmanager
@@ -394,6 +409,7 @@ def frugal_export() -> Iterator[None]:
     A graph module generates its code when it is called, or when it is changed after the block.
     """
     recompile, tracer = fx.GraphModule.recompile, get_ident()
+    kept = fx.proxy.TracerBase._filter_traceback_frames
 
     def postponed(module: fx.GraphModule) -> Any:
         if get_ident() != tracer:
@@ -408,9 +424,17 @@ def frugal_export() -> Iterator[None]:
         recompile(module)
         return module.forward(*args, **kwargs)
 
+    @cache  # equal stacks, as of equal layers, become text once
+    def lines(tracer: fx.Tracer, frames: _Frames) -> _Lines:
+        rows = [FrameSummary(*frame, lookup_line=False) for frame in reversed(frames)]
+        return _Lines(kept(tracer, StackSummary.from_list(rows)).format())
+
+    stack = SimpleNamespace(extract=lambda: SimpleNamespace(summary=_models_frames))
     with (
         patch.object(fx.GraphModule, "recompile", postponed),
-        patch.object(_traceback, "_extract_symbolized_tb", _models_frames),
+        patch.object(fx.proxy, "CapturedTraceback", stack),
+        patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lines),
+        patch.object(proxy_tensor, "_extract_tensor_metadata", lambda _: None),  # as `val`
     ):
         yield
 

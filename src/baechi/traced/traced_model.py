@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, final
 
 from baechi.errors import InputError
@@ -109,7 +110,8 @@ class Traced(TracedOperators):
             InputError: A profile is of another model, two are of one kind, the optimizer is
                 unknown, or a name of `checkpoint` fits no submodule.
 
-        Times are kept per named kind; the workspace of an op is the largest of all profiles.
+        Times are kept per named kind; the workspace and the launch of an op are the largest of all
+        profiles.
         """
         rows = [profile] if isinstance(profile, Profile) else profile
         profiles = list(check_row(rows, "profiles", Profile))
@@ -129,7 +131,7 @@ class Traced(TracedOperators):
             replace(row, nbytes=size) for row, size in zip(structure.tensors, sizes, strict=True)
         )
         ops = tuple(_ops(self, structure, tensors, costs, optimizer))
-        times = {row.kind: tuple(_times(structure, row.costs)) for row in profiles if row.kind}
+        times = {row.kind: op_times(structure, row.costs) for row in profiles if row.kind}
         return OpGraph(ops, tensors, FrozenDict(times))
 
 
@@ -189,19 +191,26 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
             backward_reused_bytes=min(cost.backward_reused_bytes for cost in costs),
             inference_workspace_bytes=max(map(_inference_workspace, costs)),
             saved_bytes=max(cost.saved_bytes for cost in costs),
+            forward_launch_ns=max(cost.forward_launch_ns for cost in costs),
+            backward_launch_ns=max(cost.backward_launch_ns for cost in costs),
         )
         for costs in zip(*(profile.costs for profile in profiles), strict=True)
     ]
 
 
-def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
-    """The time of every op."""
-    for index, op in enumerate(structure.ops):
+def op_times(
+    structure: StepStructure, costs: Sequence[OpCost], what: str = "ns"
+) -> tuple[int, ...]:
+    """The time of every op of a structure, or of its launch, from the costs of the traced ones."""
+    forward, backward = attrgetter(f"forward_{what}"), attrgetter(f"backward_{what}")
+
+    def time_ns(index: int, op: Op) -> int:
         if op.phase == "backward":
-            yield costs[op.forward[0]].backward_ns
-        else:  # a loss takes none
-            again = (index,) if op.phase == "forward" else op.forward
-            yield sum(costs[own].forward_ns for own in again)
+            return int(backward(costs[op.forward[0]]))
+        again = (index,) if op.phase == "forward" else op.forward  # a loss takes none
+        return sum(forward(costs[own]) for own in again)
+
+    return tuple(time_ns(index, op) for index, op in enumerate(structure.ops))
 
 
 def _ops(
@@ -222,8 +231,8 @@ def _ops(
         if tensor.producer >= structure.n_forward:
             came.update(dict.fromkeys(tensor.consumers, tensor.nbytes))
     again = {op for unit in structure.units.values() for op in unit}
-    times = _times(structure, costs)
-    for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
+    times = zip(op_times(structure, costs), op_times(structure, costs, "launch_ns"), strict=True)
+    for index, (row, (time_ns, launch_ns)) in enumerate(zip(structure.ops, times, strict=True)):
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
@@ -251,6 +260,7 @@ def _ops(
             workspace_bytes=workspace,
             late_bytes=late_bytes,
             reused_bytes=reused,
+            launch_ns=launch_ns,
         )
 
 

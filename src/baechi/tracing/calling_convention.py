@@ -221,7 +221,8 @@ def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
     if strange:
         raise InputError(
             f"an argument of {type(model).__name__}.forward holds a {strange}, which cannot be "
-            f"looked into: its tensors would be frozen into the trace. {_TAKEN_APART}"
+            f"looked into: its tensors would be frozen into the trace. {_TAKEN_APART} Or place the "
+            "submodule that gets tensors alone: model.part = baechi.place(model.part, devices)."
         )
     return Call(tuple(parts.tensors), structure, Autocast.current(), tuple(parts.objects))
 

@@ -39,13 +39,16 @@ def differing(one: Call, two: Call) -> frozenset[Place] | None:
     return frozenset(changes)
 
 
-def _changes(one: Call, two: Call) -> dict[Place, tuple[int, int]] | None:
-    """The sizes and ints in which two calls differ, with both; None if they differ otherwise."""
+def _changes(one: Call, two: Call, *, layouts: bool = True) -> dict[Place, tuple[int, int]] | None:
+    """The sizes and ints in which two calls differ, with both; None if they differ otherwise.
+
+    Whether tensors are contiguous counts with `layouts` alone.
+    """
     forms = [(call.structure.form, call.structure.places, call.autocast) for call in (one, two)]
     if forms[0] != forms[1]:
         return None
     pairs = list(zip(one.tensors, two.tensors, strict=True))
-    if not all(_alike(mine, theirs) for mine, theirs in pairs):
+    if not all(_alike(mine, theirs, layouts) for mine, theirs in pairs):
         return None
     found: dict[Place, tuple[Any, Any]] = {
         (index, dim): both
@@ -63,9 +66,9 @@ def _changes(one: Call, two: Call) -> dict[Place, tuple[int, int]] | None:
     return found if good else None
 
 
-def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _alike(one: torch.Tensor, two: torch.Tensor, layouts: bool) -> bool:
     """True if two tensors differ in sizes and strides alone, and both are contiguous or neither."""
-    kinds = ((t.dtype, t.dim(), t.layout, layout_of(t) is None) for t in (one, two))
+    kinds = ((t.dtype, t.dim(), t.layout, layouts and layout_of(t) is None) for t in (one, two))
     return len(set(kinds)) == 1
 
 
@@ -79,7 +82,7 @@ def known_places(before: Call, family: "Family | None", call: Call) -> frozenset
         if not family.carries(call):
             return frozenset()
         carrying, places = family.carrying(call), family.places
-    changes = _changes(before, carrying)
+    changes = _changes(before, carrying, layouts=False)
     if changes is None:
         return frozenset()
     given = frozenset(place for place in changes if place[0] < len(call.tensors))
@@ -91,6 +94,10 @@ def size_at(call: Call, place: Place) -> int:
     index, at = place
     size: int = call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
     return size
+
+
+def _signature(call: Call) -> Any:
+    return tuple((tensor.shape, tensor.stride()) for tensor in call.tensors)
 
 
 # By the name of an argument: dimension -> name, or (name, smallest, largest).
@@ -215,11 +222,12 @@ class Family:
     ) -> None:
         self.call = call
         self.places = places
-        self._numbers = numbers_among(places)
+        self.numbers = numbers_among(places)
         sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
         self._symbols = Symbols(sizes)
         self._questions = questions
         self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
+        self._beyond: dict[Any, tuple[int, ...]] = {}  # values in calls beyond the guards
         self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
         self._hints: list[int] = []
         self._facts = _changed(facts, self._place, self._with_places)  # places for sizes
@@ -284,24 +292,35 @@ class Family:
 
     def carrying(self, call: Call) -> Call:
         """A call as it was given, with the ints that are symbols carried by tensors."""
-        return call.with_numbers(self._numbers)
+        return call.with_numbers(self.numbers)
 
     def joined(self, call: Call) -> tuple[int, ...] | None:
         """The values of the symbols in a call as it was given; None if it is of another family."""
         if not self.carries(call):
             return None
         carrying = self.carrying(call)
-        values = None if differing(self.call, carrying) is None else self.values(carrying)
+        alike = differing(self.call, carrying) is not None or self._is_beyond(carrying)
+        values = self.values(carrying) if alike else None
         return values if values is not None and self.answers(carrying) else None
 
     def carries(self, call: Call) -> bool:
         """True if ints above 1 are in a call where they are symbols."""
         constants = call.structure.constants
-        ints = all(p < len(constants) and type(constants[p]) is int for p in self._numbers)
-        return ints and all(constants[place] > 1 for place in self._numbers)
+        ints = all(p < len(constants) and type(constants[p]) is int for p in self.numbers)
+        return ints and all(constants[place] > 1 for place in self.numbers)
 
     def values(self, call: Call) -> tuple[int, ...] | None:
         """The values of the symbols in a call that carries its ints; None if it is of another."""
+        if self._beyond and (known := self._beyond.get(_signature(call))) is not None:
+            return known
+        found = self._solved(call, strides=True)
+        return found if found is not None and self.holds(found) else None
+
+    def _solved(self, call: Call, *, strides: bool) -> tuple[int, ...] | None:
+        """The values of the symbols by the sizes of a call; None if these have no such relations.
+
+        Nor strides, if these count.
+        """
         rows = [(t.shape, t.stride()) for t in call.tensors]
         found = []
         for i, kind, dim, a, b in self._solutions:
@@ -309,13 +328,34 @@ class Family:
             if rest:
                 return None
             found.append(value)
-        if not self.holds(found):
+        try:
+            numbers = self._numbers_at(*found)
+        except (ArithmeticError, ValueError):
             return None
-        numbers = self._numbers_at(*found)
         for i, kind, dim, place in self._given:
-            if rows[i][kind][dim] != numbers[place] and (kind == 0 or rows[i][0][dim] != 1):
+            counts = strides and rows[i][0][dim] != 1 if kind else True
+            if counts and rows[i][kind][dim] != numbers[place]:
                 return None
         return tuple(found)
+
+    def beyond(self, call: Call) -> tuple[int, ...] | None:
+        """The values of the symbols in a call that carries its ints, whatever the guards say.
+
+        None if it differs in more than sizes, strides and ints, or if values of arguments count.
+        """
+        if self._questions.needs_arguments() or _changes(self.call, call, layouts=False) is None:
+            return None
+        return self._solved(call, strides=False)
+
+    def extend(self, call: Call) -> None:
+        """Take a call beyond the guards, whose own trace was seen to be this one at its sizes."""
+        values = self.beyond(call)
+        if values is not None:
+            self._beyond[_signature(call)] = values
+
+    def _is_beyond(self, call: Call) -> bool:
+        known = bool(self._beyond) and _signature(call) in self._beyond
+        return known and _changes(self.call, call, layouts=False) is not None
 
     def holds(self, values: Sequence[int]) -> bool:
         """True if the guards hold where the symbols have these values."""

@@ -1,7 +1,8 @@
 """A traced family at other sizes, and beside a trace without symbols."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import fx
 from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
-from baechi.tracing.partition import Partition, living
+from baechi.tracing.partition import Partition, attribute, living
 
 
 def resized(traced: Traced, values: Sequence[int]) -> Traced:
@@ -59,20 +61,60 @@ def is_same(traced: Traced, other: Traced) -> bool | None:
     values = None if one.family is None else one.family.joined(two.call)
     if one.family is None or values is None:
         return None
-    given = len(two.call.tensors)
-    mine = _program(one.graph_module, one.family.facts(values), given)
-    theirs = _program(two.graph_module, two.facts, given)
-    if list(map(repr, mine)) != list(map(repr, theirs)):
+    return _is_equal(one, values, two, len(two.call.tensors), exact=False)
+
+
+def same_beyond(traced: Traced, other: Traced) -> Call | None:
+    """The call of another trace if a family runs at its sizes what that does; else None.
+
+    The guards of the family do not count, nor strides of what has no gradient. The other trace is
+    without symbols, or a family with the same ints. The call carries these.
+    """
+    one: TracedModule = traced.module
+    two: TracedModule = other.module
+    family, asks = one.family, two.questions.needs_arguments()
+    if family is None or asks or one.gradients != two.gradients:
+        return None
+    if two.family is not None:
+        call = two.call if two.family.numbers == family.numbers else None
+    else:
+        call = family.carrying(two.call) if family.carries(two.call) else None
+    values = None if call is None else family.beyond(call)
+    if call is None or values is None:
+        return None
+    given = len(call.tensors) - len(family.numbers)
+    try:
+        return call if _is_equal(one, values, two, given, exact=True) else None
+    except (ArithmeticError, ValueError):  # sizes that the family cannot have
+        return None
+
+
+def _is_equal(
+    one: TracedModule, values: Sequence[int], two: TracedModule, given: int, *, exact: bool
+) -> bool:
+    assert one.family is not None
+    mine = _program(one.graph_module, one.family.facts(values), given, exact)
+    theirs = _program(two.graph_module, two.facts, given, exact)
+    if len(mine) != len(theirs) or not all(map(_same_row, mine, theirs)):
         return False
-    return repr(one.family.returned(values).constants) == repr(two.returned.constants)
+    returned = one.family.returned(values)
+    if exact and returned.form != two.returned.form:
+        return False
+    return repr(returned.constants) == repr(two.returned.constants)
 
 
-def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any, ...]]:
+def _program(
+    module: fx.GraphModule, facts: Facts, given: int, exact: bool
+) -> list[tuple[Any, ...]]:
     """Every node that yields or does more than a number, with its arguments and effects.
 
     Of the arguments the first that are given; the others carry numbers. Strides do not count:
     operators choose them when they run, and with symbols torch may take another memory format for
     a pooled map of 1 x 1. What follows from them counts: other operators, or other storages.
+
+    Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
+    what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
+    it node by node; and strides where there is a gradient.
     """
     carriers = module.graph.find_nodes(op="placeholder")[given:]
     names: dict[fx.Node, str] = {}
@@ -96,11 +138,16 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             continue
         arguments = fx.node.map_arg(_arguments(node, facts), show)
         values = tuple(
-            (storages.setdefault(value.storage, len(storages)), value.shape, value.dtype)
+            (
+                *(storages.setdefault(value.storage, len(storages)), value.shape, value.dtype),
+                value.stride if exact and value.requires_grad else None,
+            )
             for value in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
         target = "" if node.op == "placeholder" else target_name(node)
+        if exact and (node.op == "get_attr" or isinstance(node.target, FunctionType)):
+            target = _held(module, node)
         graphs = [inner for inner in nodes_inside(node) if isinstance(inner.target, OpOverload)]
         names_inside = map(target_name, graphs)
         inside = [name for name in names_inside if not name.startswith("aten.sym_")]
@@ -124,3 +171,37 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
             if not isinstance(arg, fx.Node) or arg.op == "get_attr" or facts.nodes[arg].values
         ]
     return node.args, dict(node.kwargs)
+
+
+def _same_row(one: Any, other: Any) -> bool:
+    held = [row[1] for row in (one, other)]
+    if all(isinstance(each, torch.Tensor) for each in held):
+        try:
+            if held[0] is not held[1] and not _are_equal(*held):
+                return False
+        except RuntimeError:  # on meta, or elsewhere
+            return False
+        one, other = ((row[0], *row[2:]) for row in (one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and not one.requires_grad and torch.equal(one, other)
+
+
+def _held(module: fx.GraphModule, node: fx.Node) -> Any:
+    """A tensor; of a graph its nodes; of anything else its identity."""
+    found = attribute(module, str(node.target)) if node.op == "get_attr" else node.target
+    if isinstance(found, fx.GraphModule):
+        names = {inner: f"%{i}" for i, inner in enumerate(found.graph.nodes)}
+        return [_shown(found, inner, names) for inner in names]
+    return found if isinstance(found, torch.Tensor) else id(found)
+
+
+def _shown(module: fx.GraphModule, node: fx.Node, names: Mapping[fx.Node, str]) -> Any:
+    """A node of an inner graph; a tensor in there is no other graph's."""
+    target: Any = "" if node.op in ("placeholder", "output") else target_name(node)
+    if node.op == "get_attr" or isinstance(node.target, FunctionType):
+        target = _held(module, node)
+        target = id(target) if isinstance(target, torch.Tensor) else target
+    return node.op, target, fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)

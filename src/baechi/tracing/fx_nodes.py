@@ -204,14 +204,16 @@ _JOINS: Final = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.defa
 
 
 def read_once(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, changed in place: such operators read aliases beside the value itself."""
+    """The module, changed in place: such operators read aliases beside the value itself.
+
+    Its code is that of before until it is generated.
+    """
     for node in list(module.graph.nodes):
         for value in node.all_input_nodes if _is_one_node(node) else ():
             n = sum(given is value for given in _flat(node.args))
             is_tensor = isinstance(value.meta.get("val", value), torch.Tensor | fx.Node)
             if n > 1 and len(value.users) > 1 and value.op != "get_attr" and is_tensor:
                 _read_aliases(node, value, n)
-    module.recompile()
     return module
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
+from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
@@ -216,6 +217,7 @@ def trace(
         return _climb(model, call, mode, places)
 
 
+@no_collections()
 def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place]) -> Traced:
     """The capture of the first rung that succeeds."""
     attempts: list[Attempt] = []

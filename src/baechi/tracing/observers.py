@@ -145,7 +145,7 @@ def in_turn(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(node.target, Observer):
             node.kwargs = {} if before is None else {"after": before}
             before = node
-    module.recompile()
+    module.recompile()  # an operator that cannot be written down fails here
     return module
 
 

@@ -92,6 +92,29 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         )
 
 
+@contextmanager
+def notes_kept(model: nn.Module) -> Iterator[None]:
+    """Run the model's own Python inside; what it notes in the model is gone in the end.
+
+    Attributes, lists and dicts have the objects of before, and tensors in them their values.
+    """
+    before = [(holder, dict(_entries(holder))) for holder in _holders(model)]
+    loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
+    try:
+        yield
+    finally:
+        _undo_writes(loose)
+        for holder, own in before:
+            now = dict(_entries(holder))
+            if now.keys() == own.keys() and all(now[key] is own[key] for key in own):
+                continue
+            holder.clear()
+            if isinstance(holder, dict):
+                holder.update(own)
+            else:
+                holder.extend(own.values())
+
+
 def _registered(module: nn.Module) -> list[dict[str, Any]]:
     """Its parameters, buffers and submodules."""
     submodules, parameters, buffers = state_of(module)

@@ -258,7 +258,8 @@ class _Binder:
         count = f"{len(nodes)} operators from" if len(nodes) > 1 else "operator"
         label = f"{count} {op_name(nodes[0])} on logical device {self._layout.device(tape)}"
         plain = self._extract(tape, boxed=False).function
-        return CompiledTape(part.function, plain, self._options, nodes, label)
+        dynamic = self._module.family is not None
+        return CompiledTape(part.function, plain, self._options, nodes, label, dynamic=dynamic)
 
     def _recomputation(self, tape: int, part: Extract) -> Recomputation:
         """The recomputation of a checkpointed tape."""

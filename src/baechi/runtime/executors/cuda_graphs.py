@@ -13,7 +13,7 @@ Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd grap
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
@@ -33,15 +33,24 @@ from baechi.tracing.pytrees import tensors_in
 # As many as `torch.cuda.make_graphed_callables` takes: libraries choose their kernels meanwhile.
 WARM_UP: Final = 3
 
+# Of how many shapes a family keeps graphs at most, of training steps and of inferences each.
+MOST_SHAPES: Final = 4
+_MOST_WARMING: Final = 64  # shapes whose eager calls are counted
+
 Replay: TypeAlias = Callable[[], None]
 
 
 @final
 class Statics:
-    """Tensors that stay where they are from step to step, and are alive as long as this."""
+    """Tensors that stay where they are from step to step, and are alive as long as this.
+
+    Attributes:
+        buffers: Of copies between GPUs (`cuda_streams.room_of`).
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
+        self.buffers: dict[Hashable, Any] = {}
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make a tensor a static one."""
@@ -253,13 +262,45 @@ class GraphedTape:
 
 @final
 @dataclass
-class _Mode:
-    """Recordings of training steps, or of inferences."""
+class _Recordings:
+    """Of calls of one shape."""
 
-    key: Any = None  # they are recorded anew where it changes
-    steps: int = 0  # eager ones, that warmed up
     statics: Statics = field(default_factory=Statics)
     tapes: dict[int, GraphedTape] = field(default_factory=dict)  # by index
+
+
+@final
+class _Mode:
+    """Recordings of training steps, or of inferences, for the latest shapes of call."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._warming: dict[Any, int] = {}  # eager calls of a shape, that warm up
+        self.shapes: dict[Any, _Recordings] = {}  # the latest last
+        self.current = _Recordings()
+
+    def find(self, key: Any, state: Any, most: int) -> _Recordings | None:
+        """Those of a shape of call, empty ones at first; None while it is warming up.
+
+        All are forgotten where the state has changed, whose addresses are in them. Beyond as many
+        as may be kept the least recently used are let go of, before others take memory.
+        """
+        if state != self._state:
+            self._state, self._warming, self.shapes = state, {}, {}
+            self.current = _Recordings()
+        found = self.shapes.pop(key, None)
+        if found is None:
+            calls = self._warming.pop(key, 0)
+            if calls < WARM_UP:
+                if len(self._warming) >= _MOST_WARMING:
+                    del self._warming[next(iter(self._warming))]
+                self._warming[key] = calls + 1
+                return None
+            while len(self.shapes) >= most:
+                del self.shapes[next(iter(self.shapes))]
+            found = _Recordings()
+        self.shapes[key] = self.current = found
+        return found
 
 
 @final
@@ -274,6 +315,9 @@ class Graphs:
         recorder: Makes the recorder of a logical device of any kind, for training steps or for
             inferences; each has memory of its own, since both kinds may be under way at once. By
             default CUDA devices alone are recorded for.
+
+    Attributes:
+        most_shapes: The number of shapes of call whose recordings are kept.
     """
 
     def __init__(
@@ -302,6 +346,7 @@ class Graphs:
         self._recorder = recorder or _recorders(
             {code.device: code.place for code in self._captured}
         )
+        self.most_shapes = 1
         self._modes = {False: _Mode(), True: _Mode()}
         self._ranks = _ranks(program)
         self._open: weakref.ref[Step] | None = None
@@ -313,8 +358,8 @@ class Graphs:
     def reasons(self) -> tuple[str, ...]:
         """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
         found = list(self._obstacles)
-        for mode in self._modes.values():
-            for index, tape in mode.tapes.items():
+        for recorded in (each for mode in self._modes.values() for each in mode.shapes.values()):
+            for index, tape in recorded.tapes.items():
                 found[index] = found[index] or tape.reason
         return tuple(found)
 
@@ -347,22 +392,19 @@ class Graphs:
         """True if the step that begins is replayed."""
         if step.meter is not None or not self._captured:
             return False
-        mode = self._modes[step.differentiate]
         if step.differentiate and self._open is not None and self._open() is not None:
             return False  # another has still to go backward: this one would overwrite its values
-        key = self._key(step)
-        if key != mode.key:
-            mode = self._modes[step.differentiate] = _Mode(key)
-        if mode.steps < WARM_UP:
-            mode.steps += 1
+        key, state = self._key(step)
+        found = self._modes[step.differentiate].find(key, state, self.most_shapes)
+        if found is None:
             return False
-        if not mode.tapes:
+        if not found.tapes:
             devices = dict.fromkeys(code.device for code in self._captured)
             recorders = {device: self._recorder(device) for device in devices}
             for code in self._captured:
                 recorder, ranks = recorders[code.device], self._ranks[code.index]
-                tape = GraphedTape(code, recorder, mode.statics, self._sizes, ranks)
-                mode.tapes[code.index] = tape
+                tape = GraphedTape(code, recorder, found.statics, self._sizes, ranks)
+                found.tapes[code.index] = tape
         if step.differentiate:
             self._open = weakref.ref(step)
         return True
@@ -374,18 +416,19 @@ class Graphs:
 
     def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
         """The runner of a tape in a step that is replayed."""
-        return self._modes[step.differentiate].tapes.get(index) or self._codes[index]
+        found = self._modes[step.differentiate].current
+        return found.tapes.get(index) or self._codes[index]
 
     def statics(self, step: Step) -> Statics:
         """The tensors that stay where they are from step to step."""
-        return self._modes[step.differentiate].statics
+        return self._modes[step.differentiate].current.statics
 
-    def _key(self, step: Step) -> tuple[Any, ...]:
-        """The state that must not change, or all is recorded anew."""
+    def _key(self, step: Step) -> tuple[Any, Any]:
+        """What is recorded for; and the state that must not change, or all is recorded anew."""
         state = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._state)
         inputs = tuple((t.dtype, t.shape, t.requires_grad) for t in step.inputs)
         casting = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return casting, torch.is_inference_mode_enabled(), inputs, state
+        return (casting, torch.is_inference_mode_enabled(), inputs), state
 
 
 def _ranks(program: Program) -> list[tuple[int, int]]:

@@ -134,7 +134,6 @@ class CudaExecutor:
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._copy_buffers = CopyBuffers()
         for number, phase in enumerate(program.phases):
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
@@ -252,7 +251,7 @@ class CudaExecutor:
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of one crossing where they are read; the current stream is the lane's."""
         run: _StepRun = step.own
-        key = (step.differentiate, phase, number, row.tensor, row.dst)
+        key = (phase, number, row.tensor, row.dst)
         statics = None if run.graphs is None else run.graphs.statics(step)
         tensor = spanned(tensors)
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
@@ -277,7 +276,7 @@ class CudaExecutor:
                 out.wait_stream(torch.cuda.current_stream(place))
                 if tensor.layout is torch.strided:
                     part = once(tensor)
-                    room, moved = self._copy_buffers.room(part, tensors, place, key, statics)
+                    room, moved = room_of(part, tensors, place, key, statics)
                     # Dense first: a strided copy across devices is a slow kernel.
                     dense = part if part.stride() == room.stride() else part.clone()
                     room.data.copy_(dense, non_blocking=True)
@@ -344,45 +343,37 @@ class CudaExecutor:
             join([*callers, *lanes], [*callers, *lanes])
 
 
-@final
-class CopyBuffers:
-    """The buffer of every copy between GPUs, and the tensors in it, where steps are replayed.
+def room_of(
+    part: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    place: torch.device,
+    key: Hashable,
+    statics: Statics | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The buffer of a copy between GPUs, and the tensors to arrive in it.
 
     CUDA graphs have addresses in them, and know a static tensor by its identity: so a replayed step
     finds both as they were in the last.
+
+    Args:
+        part: The part to copy: `once(spanned(tensors))`.
+        tensors: The tensors to arrive.
+        place: On which torch device.
+        key: The copy.
+        statics: Of the step, if it is replayed.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
-
-    def room(
-        self,
-        part: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        place: torch.device,
-        key: Hashable,
-        statics: Statics | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The buffer that a part is copied to, and the tensors to arrive in it.
-
-        Args:
-            part: The part to copy: `once(spanned(tensors))`.
-            tensors: The tensors to arrive.
-            place: On which torch device.
-            key: The copy and the kind of step.
-            statics: Of the step, if it is replayed.
-        """
-        first = min(t.storage_offset() for t in tensors)
-        layout = [(t.dtype, t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
-        known = self._known.get(key) if statics is not None else None
-        if known is None or known[0] != layout:
-            room = torch.empty_like(part, device=place)  # as it lies: its readers count on that
-            known = (layout, room, cut_up(laid_out(room, part, spanned(tensors)), tensors))
-        if statics is not None:
-            self._known[key] = known
-            for tensor in known[2]:
-                statics.add(tensor)
-        return known[1:]
+    first = min(t.storage_offset() for t in tensors)
+    layout = [(t.dtype, t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
+    known = statics.buffers.get(key) if statics is not None else None
+    if known is None or known[0] != layout:
+        room = torch.empty_like(part, device=place)  # as it lies: its readers count on that
+        known = (layout, room, cut_up(laid_out(room, part, spanned(tensors)), tensors))
+    if statics is not None:
+        statics.buffers[key] = known
+        for tensor in known[2]:
+            statics.add(tensor)
+    room, arriving = known[1:]
+    return room, arriving
 
 
 def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:

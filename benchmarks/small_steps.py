@@ -1,0 +1,122 @@
+"""Short steps: one logical device beside eager, and two devices beside one, with and without guard.
+
+    python3 -m benchmarks.small_steps                      # all models
+    python3 -m benchmarks.small_steps --only unet,dlrm     # some
+
+Claims: a model placed on one device takes at most 1.01 of the eager model's time in the median over
+the models and 1.03 at worst; where two devices are offered, a step takes at most 1.02 of one
+device's with the guard, and 1.05 without.
+
+Steps of all ways are timed in turns, in one process, one thread per logical device; a ratio is of
+medians over all rounds.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from benchmarks.architectures.catalog import example
+from benchmarks.environment import environment
+from benchmarks.models import googlenet, lstm_lm, resnet
+from torch import nn
+
+import baechi
+from baechi.torch_support.torch_devices import torch_threads
+from baechi.tracing.pytrees import tensors_in
+
+ONE = {"cpu:0": "4GiB"}
+TWO = {"cpu:0": "4GiB", "cpu:1": "4GiB"}
+SMALL = (
+    *("dlrm", "unet", "siamese", "BartForConditionalGeneration", "MistralForCausalLM"),
+    *("SwinForImageClassification", "SegformerForSemanticSegmentation", "MambaForCausalLM"),
+    "CLIPModel",
+)
+LARGE: dict[str, Callable[[], Any]] = {
+    "lstm": lambda: lstm_lm.example(2),
+    "resnet18": lambda: resnet.example(1),
+    "googlenet": lambda: googlenet.example(1),
+}
+
+
+def step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> int:
+    """Nanoseconds of a step: forward, and in training backward from the sum of the outputs."""
+    model.zero_grad()
+    began = time.perf_counter_ns()
+    if not training:
+        with torch.no_grad():
+            model(*args, **kwargs)
+        return time.perf_counter_ns() - began
+    outputs = [t for t in tensors_in(model(*args, **kwargs)) if t.requires_grad]
+    loss = next((t for t in outputs if t.dim() == 0), None)
+    (sum(t.sum() for t in outputs) if loss is None else loss).backward()
+    return time.perf_counter_ns() - began
+
+
+def ways(model: nn.Module, training: bool) -> dict[str, nn.Module]:
+    """The unsplit model twice, since two copies differ, too, and three ways to place it."""
+
+    def placed(devices: dict[str, str], **options: Any) -> nn.Module:
+        own = copy.deepcopy(model)
+        return baechi.place(own, devices, training=training, progress=False, **options)
+
+    return {
+        "eager": copy.deepcopy(model),
+        "eager again": copy.deepcopy(model),
+        "one": placed(ONE),
+        "two": placed(TWO),
+        "two, no guard": placed(TWO, guard=False),
+    }
+
+
+def row(name: str, training: bool, rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step in every way."""
+    model, args, kwargs = LARGE[name]() if name in LARGE else example(name)
+    sides = ways(model.train(training), training)
+    samples: dict[str, list[int]] = {way: [] for way in sides}
+    for one in range(rounds + 3):
+        for way, side in sides.items():
+            ns = step(side, args, kwargs, training)
+            if one >= 3:
+                samples[way].append(ns)
+    for side in sides.values():
+        if isinstance(side, baechi.PlacedModule):
+            side.unplace()
+    return {way: statistics.median(row) / 1e6 for way, row in samples.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join((*SMALL, *LARGE)))
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    print(environment())
+    heads = ("model", "mode", "eager ms", "again", "one / eager", "two / one", "without guard")
+    print("| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
+    ratios: dict[str, list[float]] = {head: [] for head in heads[3:]}
+    with torch_threads(1):
+        for name in options.only.split(","):
+            for training in (False, True):
+                ms = row(name, training, options.rounds)
+                found = (
+                    ms["eager again"] / ms["eager"],
+                    ms["one"] / ms["eager"],
+                    ms["two"] / ms["one"],
+                    ms["two, no guard"] / ms["one"],
+                )
+                mode = "training" if training else "forward"
+                cells = [name, mode, f"{ms['eager']:.2f}", *(f"{value:.3f}" for value in found)]
+                print("| " + " | ".join(cells) + " |", flush=True)
+                for head, value in zip(heads[3:], found, strict=True):
+                    ratios[head].append(value)
+    for head, values in ratios.items():
+        print(f"{head}: median {statistics.median(values):.3f}, worst {max(values):.3f}")
+
+
+if __name__ == "__main__":
+    main()

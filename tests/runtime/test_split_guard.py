@@ -1,0 +1,98 @@
+"""A split is kept where it is faster than one device by measurement."""
+
+import copy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import placed as placing
+import pytest
+import torch
+from torch import nn
+
+import baechi
+from baechi.runtime.split_guard import Comparison
+
+
+@torch.library.custom_op("baechi_tests::pause", mutates_args=())
+def pause(x: torch.Tensor, seconds: float) -> torch.Tensor:
+    """As a kernel, it lets the other worker go on. Below 0: on workers alone."""
+    if seconds > 0 or threading.current_thread() is not threading.main_thread():
+        time.sleep(abs(seconds))
+    return x.clone()
+
+
+@pause.register_fake
+def _(x: torch.Tensor, _: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Branches(nn.Module):
+    """Two branches that take as long as they are told."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = (pause(layer(x), self.seconds) for layer in self.inner)
+        return left + right
+
+
+def place(model: nn.Module, **options: Any) -> Any:
+    """On two devices, with costs by which a split is faster."""
+    x = torch.ones(2, 4)
+    profile = placing.made_up_profile(baechi.trace(model, (x,)))
+    placed = baechi.place(
+        model,
+        placing.cpus(2, "1GiB"),
+        **{"costs": profile, "training": False, "progress": False} | options,
+    )
+    placed(x)
+    return placed
+
+
+@pytest.fixture(autouse=True)
+def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_split_that_is_slower_goes() -> None:
+    model = Branches(-0.01)
+    assert len(set(place(copy.deepcopy(model), guard=False).placement.devices)) == 2
+    placed = place(model)
+    assert len(set(placed.placement.devices)) == 1
+    assert "one device is kept" in placed.remarks[-1]
+    assert "one device is kept" in placed.report()
+
+
+def test_a_split_that_is_faster_stays_and_is_not_measured_again() -> None:
+    model = Branches(0.01)
+    placed = place(copy.deepcopy(model))
+    assert len(set(placed.placement.devices)) == 2
+    assert "the split is kept" in placed.remarks[-1]
+    again = place(copy.deepcopy(model))
+    assert again.remarks[-1] == placed.remarks[-1]  # to the digit: from the store
+
+
+def test_a_placer_by_name_is_the_user_s_own_wish() -> None:
+    placed = place(Branches(-0.01), placer="round-robin")
+    assert len(set(placed.placement.devices)) == 2
+    assert not placed.remarks
+
+
+def test_what_fits_no_single_device_is_not_compared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    devices = {"cpu:0": "30KiB", "cpu:1": "30KiB"}
+    placed = baechi.place(model, devices, training=False, progress=False, costs="estimate")
+    placed(torch.ones(1, 64))
+    assert len(set(placed.placement.devices)) == 2
+    assert not placed.remarks
+
+
+def test_two_per_cent_are_noise() -> None:
+    assert Comparison(1000, 985).prefers_split
+    assert not Comparison(1000, 975).prefers_split

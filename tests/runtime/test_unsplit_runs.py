@@ -1,0 +1,188 @@
+"""A placement on one device runs the user's own model, with nothing in between."""
+
+import copy
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+from baechi.runtime.derived_class import placed_state
+from baechi.runtime.specialization import CallLock
+
+ONE = {"cpu:0": "1GiB"}
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python, which no program does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * scale
+
+
+class Untraceable(nn.Module):
+    """No tracer takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * float(x.detach().numpy().sum())
+
+
+def place(model: nn.Module, devices: Any = None, **options: Any) -> Any:
+    return baechi.place(model, devices or ONE, progress=False, costs="estimate", **options)
+
+
+def test_the_model_s_own_python_runs_in_every_call() -> None:
+    unsplit = Counting()
+    placed = place(copy.deepcopy(unsplit))
+    for _ in range(3):
+        assert torch.equal(placed(X), unsplit(X))
+    assert placed.calls == unsplit.calls == 3
+    assert placed.schedule.makespan_ns > 0
+    assert placed.measure(2).step_ns > 0
+    assert placed.calls == 3  # nothing of what was measured is left
+
+
+def test_nothing_is_refused() -> None:
+    unsplit = Counting()
+    placed = place(copy.deepcopy(unsplit))
+    placed(X)
+    for model in (placed, unsplit):  # hooks that change what passes
+        model.inner[0].register_forward_hook(lambda _, __, y: y * 2)
+        model.inner[2].weight.register_hook(lambda grad: grad * 3)
+    rows = []
+    for model in (placed, unsplit):
+        x = X.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()  # a second derivative
+        rows.append((x.grad, model.inner[2].weight.grad))
+    assert all(torch.equal(mine, own) for mine, own in zip(*rows, strict=True))
+
+
+def test_other_calls_are_planned_once_and_run_the_model() -> None:
+    unsplit = Counting()
+    placed = place(copy.deepcopy(unsplit))
+    for n in (3, 5, 7, 3, 5):
+        x = torch.randn(n, 4)
+        assert torch.equal(placed(x), unsplit(x))
+        assert torch.equal(placed(x, scale=0.5), unsplit(x, scale=0.5))
+    assert placed.calls == 10
+    with pytest.raises(baechi.InfeasibleError):
+        place(nn.Linear(4, 4), {"cpu:0": "64KiB"})(torch.zeros(1 << 16, 4))
+
+
+def test_a_shape_that_does_not_fit_is_refused() -> None:
+    placed = place(nn.Linear(4, 4), {"cpu:0": "64KiB"})
+    placed(torch.zeros(2, 4))
+    with pytest.raises(baechi.InfeasibleError):
+        placed(torch.zeros(1 << 16, 4))
+    assert torch.equal(placed(torch.zeros(2, 4)), placed.bias.expand(2, 4))
+
+
+def test_without_training_there_are_no_gradients() -> None:
+    placed = place(Counting(), training=False)
+    for _ in range(2):
+        assert not placed(X).requires_grad
+    assert placed.calls == 2
+
+
+def test_a_model_that_no_tracer_takes_runs_on_one_device() -> None:
+    unsplit = Untraceable()
+    placed = place(copy.deepcopy(unsplit))
+    with pytest.warns(UserWarning, match="Untraceable ran unsplit, on cpu: "):
+        placed(X)
+    assert torch.equal(placed(X), unsplit(X))
+    with pytest.raises(AttributeError, match="ran unsplit"):
+        _ = placed.schedule
+    with pytest.raises(baechi.TraceError):
+        place(copy.deepcopy(unsplit), {"cpu:0": "1GiB", "cpu:1": "1GiB"})(X)
+
+
+class Chain(nn.Module):
+    """Keeps no reference to what lies between; a loop that did would hold all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [x]
+        for _ in range(6):
+            kept.append(kept[-1] + 1)
+        return kept[-1]
+
+
+def test_what_python_may_hold_on_to_has_room_or_the_program_runs() -> None:
+    x = torch.zeros(1 << 14)  # 64 KiB
+    tight = place(Chain(), {"cpu:0": "320KiB"}, training=False)
+    wide = place(Chain(), {"cpu:0": "640KiB"}, training=False)
+    for placed, alone in ((tight, False), (wide, True)):
+        placed(x)
+        (special,) = placed._specializations
+        assert (special.unsplit_on is not None) is alone
+    assert tight.schedule.peak_bytes == wide.schedule.peak_bytes
+
+
+@pytest.mark.parametrize("option", [{"threads_per_device": 1}, {"checkpoint": ["inner"]}])
+def test_who_asks_for_the_runtime_gets_it(option: dict[str, Any]) -> None:
+    placed = place(Counting(), **option)
+    placed(X), placed(X)
+    (special,) = placed._specializations
+    assert special.unsplit_on is None
+
+
+def test_parts_have_no_plans_while_the_model_itself_runs() -> None:
+    placed = place(Counting(), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, placer="single")
+    state = placed_state(placed)
+    assert state is not None
+    assert state.entries
+    placed(X)
+    assert not state.entries
+    assert torch.equal(placed.inner(X), placed(X))
+    assert repr(placed) == "PlacedModule(Counting, 1 specialization)"
+
+
+def test_guests_run_side_by_side_and_owners_alone() -> None:
+    lock, guests, owners = CallLock(), [0], [0]
+    together: list[int] = []
+    overlaps: list[int] = []
+
+    def call() -> None:
+        for _ in range(300):
+            lock.enter()
+            guests[0] += 1
+            together.append(guests[0])
+            overlaps.append(owners[0])
+            time.sleep(0)
+            lock.enter()
+            assert lock.is_mine
+            lock.leave()
+            guests[0] -= 1
+            lock.leave()
+
+    def plan() -> None:
+        for _ in range(100):
+            with lock, lock:
+                owners[0] += 1
+                overlaps.append(owners[0] - 1 + guests[0])
+                time.sleep(0)
+                owners[0] -= 1
+
+    threads = [threading.Thread(target=work) for work in (call, call, call, plan, plan)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not any(overlaps)
+    assert max(together) > 1
+    assert not lock.is_mine
