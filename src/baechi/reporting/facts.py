@@ -1,7 +1,7 @@
 """The figures of a plan that all reports share."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, final
@@ -164,6 +164,17 @@ class Plan:
 def percent(share: float) -> str:
     """A share as text, in percent."""
     return "over" if share == float("inf") else f"{share:.0%}"
+
+
+def outlook(schedule: Schedule, cluster: Cluster, placed_on: Sequence[int]) -> str:
+    """Predicted time and memory of a step, in one line; `placed_on` has the device of every op."""
+    used, n = len(set(placed_on)), len(cluster.devices)
+    where = f"{used} of {n} devices" if n > 1 else cluster.devices[0].name
+    rows = list(zip(schedule.peak_bytes, cluster.devices, strict=True))
+    peak, device = max(rows, key=lambda row: row[0] / (row[1].memory_bytes or 1))
+    room = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}"
+    step = format_ns(schedule.makespan_ns)
+    return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
 
 
 def summary(plan: Plan) -> tuple[str, ...]:
