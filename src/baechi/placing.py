@@ -36,8 +36,7 @@ from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors import capture_rules
-from baechi.runtime.executors.capture_rules import CudaGraphs
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
@@ -168,8 +167,8 @@ def place(
     places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
-        capture_rules.check_wish(cuda_graphs, places)
-        cluster = capture_rules.captured_links(cluster)
+        check_wish(cuda_graphs, places)
+        cluster = tape_links(cluster)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
@@ -357,6 +356,7 @@ class _Planner:
         If that does not fit, those without optimizer state may move.
         """
         profiles = self._profiles(traced)
+        profiles = [tape_costs(row) for row in profiles] if self.cuda_graphs else profiles
         limited = memory_target(self.checkpoint) is not None
 
         def graph_of(checkpoint: Any) -> OpGraph:
@@ -436,13 +436,6 @@ class _Planner:
         return place_of
 
     def _profiles(self, traced: Traced) -> list[Profile]:
-        """The costs as the step will run: as `_costs` has them, or in CUDA graphs."""
-        found = self._costs(traced)
-        if self.cuda_graphs is False:
-            return found
-        return [capture_rules.captured_costs(traced, row) for row in found]
-
-    def _costs(self, traced: Traced) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""
         if isinstance(self.costs, Profile):
             return [self.costs]

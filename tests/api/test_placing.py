@@ -74,15 +74,9 @@ def test_as_cuda_graphs_tapes_are_launched_and_not_operators(
     assert [link and link.overhead_ns for link in placed.cluster.links[1]] == [30 + more, None, 30]
     assert [row.host for row in placed.cluster.devices] == ["h", "", "h"]
     launches = [op.launch_ns for op in placed.graph.ops]
-    if not cuda_graphs:
-        own = [op.launch_ns for op in traced.graph(costs, training=training).ops]
-        assert launches == own != [0] * len(own)
-    else:
-        n = len(traced.ops)
-        expected = [GRAPH_LAUNCH_NS] + [0] * (len(launches) - 1)
-        if training:
-            expected[n + 1] = GRAPH_LAUNCH_NS  # the first backward follows the loss
-        assert launches == expected
+    own = [op.launch_ns for op in traced.graph(costs, training=training).ops]
+    assert launches == ([0] * len(own) if cuda_graphs else own)
+    assert any(own)
 
 
 class CheckpointedLayer(nn.Module):

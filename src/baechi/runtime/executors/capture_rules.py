@@ -20,7 +20,6 @@ from baechi.records.cluster import Cluster
 from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.traced.operators import TracedOperators
 from baechi.tracing.fx_nodes import op_name, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import Observer
@@ -51,17 +50,13 @@ _MASKS: Final = (torch.bool, torch.uint8)
 GRAPH_LAUNCH_NS: Final = 10_000
 
 
-def captured_costs(traced: TracedOperators, profile: Profile) -> Profile:
-    """The costs of operators in CUDA graphs: only the first of each phase takes a launch."""
-    costs = [replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs]
-    if costs:
-        costs[0] = replace(costs[0], forward_launch_ns=GRAPH_LAUNCH_NS)
-    for op in traced.backward_ops[:1]:
-        costs[op] = replace(costs[op], backward_launch_ns=GRAPH_LAUNCH_NS)
+def tape_costs(profile: Profile) -> Profile:
+    """The costs of operators in CUDA graphs, which take no launch of their own."""
+    costs = (replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs)
     return replace(profile, costs=tuple(costs))
 
 
-def captured_links(cluster: Cluster) -> Cluster:
+def tape_links(cluster: Cluster) -> Cluster:
     """The cluster where what a host hands over begins a tape, which is launched with it."""
     hosted = [bool(row.host) and row.launches_ahead for row in cluster.devices]
     links = tuple(
