@@ -26,8 +26,7 @@ from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer

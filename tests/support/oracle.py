@@ -7,8 +7,7 @@ step of a scheduler asks every ready op on every device.
 import math
 from dataclasses import dataclass, field
 
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 
 FOREVER = 10**30

@@ -27,8 +27,7 @@ from baechi.cli.console import (
 )
 from baechi.errors import InputError
 from baechi.records import device_kinds
-from baechi.records.cluster import Cluster, Link
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints, Link
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Schedule
 from baechi.storage.serialization import load

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.records.cluster import PORTS, Cluster, Link
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import PORTS, Cluster, Constraints, Link
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays
 from baechi.units import format_bytes

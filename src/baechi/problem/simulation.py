@@ -18,8 +18,7 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem, listed
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Rows, Schedule, Span, Transfer
 from baechi.validation import check_count, check_is
