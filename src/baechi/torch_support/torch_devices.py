@@ -2,6 +2,7 @@
 
 import platform
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ def torch_device(name: str | torch.device) -> torch.device:
     """The torch device behind a logical device's name: `"cuda:0/a"` is on `cuda:0`.
 
     Raises:
-        InputError: torch has no such device, or this machine has none.
+        InputError: torch has no such device, this machine has none, or torch cannot use it.
     """
     text = str(name).split("/")[0]
     try:
@@ -30,7 +31,9 @@ def torch_device(name: str | torch.device) -> torch.device:
             "with a suffix ('cuda:0/a') for several logical devices on one."
         ) from None
     if device.type == "cuda":
-        n = torch.cuda.device_count()
+        n = usable_gpus()
+        if n == 0 and (reason := unusable_gpus()):
+            raise InputError(f"device {str(name)!r} cannot be used: {reason}, or use 'cpu:0'.")
         if (device.index is not None and device.index >= n) or n == 0:
             have = f"only {n} CUDA device(s)" if n else "no CUDA device"
             raise InputError(
@@ -41,6 +44,42 @@ def torch_device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device {str(name)!r} is neither a CPU nor CUDA; only these are run on.")
     return torch.device("cpu")
+
+
+def usable_gpus() -> int:
+    """How many GPUs torch can run on.
+
+    `torch.cuda.device_count` asks the driver's management library (NVML), which also counts those
+    of a driver that is too old for the CUDA that torch was built with.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, once in a process: `unusable_gpus` has it
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def unusable_gpus() -> str:
+    """Why torch cannot run on the GPUs that there are, and the remedy; empty if there are none."""
+    n = torch.cuda.device_count()
+    if n == 0:
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "CUDA is not available"
+    except (RuntimeError, AssertionError) as error:
+        reason = (
+            next(iter(str(error).splitlines()), type(error).__name__).split(". ")[0].rstrip(".")
+        )
+    driver = "an unknown version"
+    with suppress(OSError):  # no driver, or not on Linux
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        found = re.search(r" (\d+\.[\d.]+) ", text)
+        driver = found[1] if found else driver
+    return (
+        f"the driver (version: {driver}) has {n} CUDA device(s), but torch {torch.__version__}, "
+        f"built for CUDA {torch.version.cuda}, cannot run on them ({reason}). Update the driver "
+        "(CUDA 13 needs 580 or newer, CUDA 12 needs 525), install a torch for an older CUDA "
+        "(pip install torch --index-url https://download.pytorch.org/whl/cu126)"
+    )
 
 
 def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:
