@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.torch_support.torch_internals import OpOverload
+from baechi.torch_support.torch_internals import OpOverload, writes_arguments
 
 # Beginnings of lines of a stack in torch and in what watches it here.
 _NOT_THE_MODELS: Final = tuple(f'File "{Path(file).parent}' for file in (torch.__file__, __file__))
@@ -145,6 +145,54 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
                 part.graph.erase_node(node)
         part.recompile()
     return module
+
+
+# Operators whose results lie in memory in the same way on every device.
+SAME_LAYOUT: Final = frozenset(
+    ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "embedding", "layer_norm", "contiguous")
+)
+
+
+def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: it runs where kernels lay out their results in another way.
+
+    `x.contiguous()` leaves no node where x was contiguous when it was traced, and of attention or a
+    convolution that depends on the kernel, so on device, type and sizes (pytorch/pytorch#186381).
+    There `view` becomes `reshape`: the same view where there can be one, else that of the copy.
+    What is written to later stays a view, since a write into a copy would be lost.
+    """
+    for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        makers: dict[fx.Node, fx.Node] = {}  # of the memory of a node's value
+        for node in part.graph.nodes:
+            makers[node] = makers[node.all_input_nodes[0]] if _is_view(node) else node
+        written: set[fx.Node] = set()
+        for node in reversed(part.graph.nodes):
+            maker = makers[node]
+            if node.target is _ATEN.view.default and maker not in written:
+                given = maker.op == "get_attr" or (maker.op == "placeholder" and part is module)
+                if not given and operator_name(maker) not in SAME_LAYOUT:
+                    node.target = _ATEN.reshape.default
+            written.update(makers[value] for value in _written(node))
+        part.recompile()
+    return module
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True if a node gives a view of its first argument, or an item of it."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    returns = node.target._schema.returns
+    return bool(returns and returns[0].alias_info is not None and node.all_input_nodes)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes to."""
+    found: list[fx.Node] = []
+    if isinstance(node.target, OpOverload) and writes_arguments(node.target):
+        for row in node.target._schema.arguments:
+            if row.alias_info is not None and row.alias_info.is_write:
+                fx.node.map_arg(node_arguments(node)[row.name], found.append)
+    return found
 
 
 _END: Final = sys.maxsize  # of a slice without one
