@@ -1,9 +1,11 @@
 """Lanes of a GPU, on the CPU: no kernel and no allocator comes before a wait that it needs."""
 
+import contextlib
 import copy
 import gc
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -249,6 +251,37 @@ def test_a_step_goes_backward_inside_of_another(
         thread.join(60)
         assert found == ["done"]
         found.clear()
+
+
+def test_only_gpus_in_use_are_asked_whether_the_caller_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks of another begins to use that; and the capture may be on any of them."""
+    model, x = Chains(), torch.randn(2, 16)
+    placed = at_random(model, (x,), seed=6)
+    current: list[Any] = [None]
+    captured: list[Any] = []
+
+    @contextlib.contextmanager
+    def on(gpu: Any) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    def asked() -> bool:
+        assert isinstance(current[-1], Gpu)
+        return current[-1] in captured
+
+    with sanitized(monkeypatch) as sanitizer:
+        on_streams(placed, graphs=False)
+        monkeypatch.setattr(torch.cuda, "device", on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+        placed(x)
+        executor = placed._current._executor
+        assert not executor._is_captured()
+        captured.append(Gpu())
+        assert executor._is_captured()
+    assert not sanitizer.found
 
 
 class Twice(nn.Module):

@@ -182,6 +182,7 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: sanitizer.current)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with sanitizer:
             yield sanitizer

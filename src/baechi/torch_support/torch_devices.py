@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,6 +151,19 @@ def fp32_precisions() -> dict[str, str]:
     }
     found = {name: str(row.fp32_precision) for name, row in rows.items()}
     return {name: "ieee" if kind == "none" else kind for name, kind in found.items()}
+
+
+def kernel_choices() -> tuple[Any, ...]:
+    """The settings by which torch chooses among kernels of an operator, precisions included."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),  # type: ignore[no-untyped-call]
+        (cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),  # type: ignore[no-untyped-call]
+        tuple(fp32_precisions().items()),
+    )
 
 
 @contextmanager

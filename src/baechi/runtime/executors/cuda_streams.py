@@ -233,8 +233,15 @@ class CudaExecutor:
         return run
 
     def _is_captured(self) -> bool:
-        """True if the caller captures a graph, which cannot wait for outside events."""
-        return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+        """True if the caller captures a graph, which cannot wait for outside events.
+
+        Of a GPU that is not used nothing is asked, since that would begin to use it.
+        """
+        for gpu in self._gpus:
+            with torch.cuda.device(gpu):
+                if torch.cuda.is_current_stream_capturing():
+                    return True
+        return False
 
     def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next.
