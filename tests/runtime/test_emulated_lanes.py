@@ -253,6 +253,36 @@ def test_a_step_goes_backward_inside_of_another(
         found.clear()
 
 
+def test_what_failed_first_is_raised_and_holds_no_memory_that_crossed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After some errors CUDA refuses everything, also the waits at the end of a phase."""
+    model, x = Chains(), torch.randn(2, 16)
+    placed = at_random(model, (x,), seed=6)
+    usual, count = TapeCode.forward, itertools.count()
+    held: list[HeldStorages] = []
+
+    def refused(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def failing(code: TapeCode, step: Any) -> None:
+        if next(count) < 3:
+            usual(code, step)
+            return
+        held.append(step.own.held)
+        assert len(held[0])
+        monkeypatch.setattr(cuda_streams, "join", refused)
+        raise ValueError("index out of range")
+
+    with sanitized(monkeypatch):
+        on_streams(placed, graphs=False)
+        monkeypatch.setattr(TapeCode, "forward", failing)
+        with pytest.raises(ValueError, match="index out of range") as caught:
+            placed(x)
+    assert caught.value.__context__ is None
+    assert not len(held[0])
+
+
 def test_only_gpus_in_use_are_asked_whether_the_caller_captures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

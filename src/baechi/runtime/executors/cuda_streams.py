@@ -394,8 +394,12 @@ class CudaExecutor:
         join(callers, [*callers, *lanes])
         try:
             yield
-        finally:
-            join([*callers, *lanes], [*callers, *lanes])
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
+                join([*callers, *lanes], [*callers, *lanes])
+            run.held.rest()  # the error may outlive this, and its traceback has the step
+            raise
+        join([*callers, *lanes], [*callers, *lanes])
 
 
 def room_of(
