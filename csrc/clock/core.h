@@ -101,9 +101,9 @@ struct Problem : Graph {
   Rows pool_devices;                  // per pool, devices ascending
   std::vector<int64_t> memory;        // per pool
   PairTable latency, rate;            // ns, and bytes per second; rate 0 is no path
-  PairTable overhead;                 // ns that a transfer keeps its receiver busy; empty: none do
+  PairTable overhead;                 // ns of work per transfer on the receiver's side; or empty
   Ports ports = Ports::kDuplex;
-  Shared<int64_t> launch;           // per op, ns that its launch takes; empty: none takes any
+  Shared<int64_t> launch;           // per op, ns that its launch takes; empty: no host is busy
   std::vector<int32_t> host;        // per device the host that launches for it, or -1
   std::vector<uint8_t> ahead;       // per device whether launches may be ahead of their ops
   int32_t hosts = 0;                // how many there are
@@ -130,23 +130,33 @@ struct Problem : Graph {
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
     return sent_ns.empty() ? divided_ns(tensor, link(src, dst)) : sent_ns[tensor];
   }
-  // Time of the op's launch by the device's host; 0 also without one.
-  int64_t launch_ns(int32_t op, int32_t device) const {
+  // Whether the device's host does the work of what the device receives, and not the device.
+  bool host_receives(int32_t device) const {
+    return !launch.empty() && host[device] >= 0 && ahead[device];
+  }
+  // Time for which the op keeps its device busy; here and below, `received` is the sum of the
+  // overheads of the transfers that are sent for it.
+  int64_t busy_ns(int32_t op, int32_t device, int64_t received) const {
+    return duration(op, device) + (received == 0 || host_receives(device) ? 0 : received);
+  }
+  // Time for which the op keeps its device's host busy; 0 also without one.
+  int64_t launch_ns(int32_t op, int32_t device, int64_t received) const {
     if (launch.empty() || host[device] < 0) return 0;
-    return ahead[device] ? launch[op] : std::min(launch[op], duration(op, device));
+    return ahead[device] ? received + launch[op] : std::min(launch[op], duration(op, device));
   }
   // When the device's host is free, from the hosts' free times; 0 without one.
   int64_t free_host(int32_t device, const int64_t* host_free) const {
     return launch.empty() || host[device] < 0 ? 0 : host_free[host[device]];
   }
   // When the host lets the op start there at the earliest; 0 where it takes no launch.
-  int64_t launched(int32_t op, int32_t device, const int64_t* host_free) const {
-    const int64_t launch = launch_ns(op, device);
+  int64_t launched(int32_t op, int32_t device, int64_t received, const int64_t* host_free) const {
+    const int64_t launch = launch_ns(op, device, received);
     return launch == 0 ? 0 : host_free[host[device]] + (ahead[device] ? launch : 0);
   }
   // Keeps the host busy with the launch of an op that starts then.
-  void launch_at(int32_t op, int32_t device, int64_t start, int64_t* host_free) const {
-    const int64_t launch = launch_ns(op, device);
+  void launch_at(int32_t op, int32_t device, int64_t received, int64_t start,
+                 int64_t* host_free) const {
+    const int64_t launch = launch_ns(op, device, received);
     if (launch == 0) return;
     int64_t& free = host_free[host[device]];
     free = (ahead[device] ? free : start) + launch;
@@ -240,8 +250,10 @@ class Timeline {
   int64_t device_free(int32_t device) const { return device_free_[device]; }
   int64_t receive_free(int32_t device) const { return receive_free_[device]; }
   int64_t host_free(int32_t device) const { return problem_.free_host(device, host_free_.data()); }
+  // When the host lets `op` start there at the earliest; 0 where it takes none of its time.
   int64_t launched(int32_t op, int32_t device) const {
-    return problem_.launched(op, device, host_free_.data());
+    arrival(op, device);
+    return planned_launch(op, device);
   }
   int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
   int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
@@ -308,15 +320,17 @@ class Timeline {
 
   std::optional<int64_t> plan(int32_t op, int32_t device) const;
   int32_t find(int32_t tensor, int32_t pool) const;
-  // When the op starts whose inputs arrive at `ready`.
+  // When the op planned last starts, whose inputs arrive at `ready`.
   int64_t start(int32_t op, int32_t device, int64_t ready) const {
-    return std::max({ready, device_free_[device], launched(op, device)});
+    return std::max({ready, device_free_[device], planned_launch(op, device)});
+  }
+  int64_t planned_launch(int32_t op, int32_t device) const {
+    return problem_.launched(op, device, overhead_ns_, host_free_.data());
   }
   // Commits the op that was planned last, with the results of `plan`.
   void place(int32_t op, int32_t device, int64_t ready);
-  // Time for which the op planned last keeps its device busy, overheads included.
   int64_t busy_ns(int32_t op, int32_t device) const {
-    return problem_.duration(op, device) + overhead_ns_;
+    return problem_.busy_ns(op, device, overhead_ns_);
   }
   void release(int32_t tensor);
   // Prefetch data that `fold` will read soon.

@@ -327,7 +327,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
     if (--presences_[tensor].remaining == 0) release(tensor);
   }
   device_free_[device] = end;
-  problem_.launch_at(op, device, start, host_free_.data());
+  problem_.launch_at(op, device, overhead_ns_, start, host_free_.data());
   makespan_ = std::max(makespan_, end);
   spans_->push_back({op, device, start, end});
 }

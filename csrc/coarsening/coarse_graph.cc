@@ -111,6 +111,12 @@ Problem restricted(const Problem& problem, const std::vector<int32_t>& devices) 
     result.pool.push_back(pool);
     result.device_class.push_back(problem.device_class[device]);
   }
+  result.host.clear();
+  result.ahead.clear();
+  for (int32_t device : devices) {
+    if (problem.hosts > 0) result.host.push_back(problem.host[device]);
+    result.ahead.push_back(problem.ahead[device]);
+  }
   result.pools = static_cast<int32_t>(result.memory.size());
   if (problem.rate.values.size() > 1) {
     result.latency.values.assign(static_cast<size_t>(n) * n, 0);

@@ -50,16 +50,17 @@ class Listing {
     while (static_cast<int32_t>(order.size()) < problem_.ops) {
       const auto [now, op] = next();
       order.push_back(op);
-      const int64_t start = std::max(now, problem_.launched(op, devices_[op], host_.data()));
-      problem_.launch_at(op, devices_[op], start, host_.data());
-      int64_t end = start + problem_.duration(op, devices_[op]);
+      const int32_t device = devices_[op];
+      int64_t received = 0;
       if (fetches_[op]) {
         arrival(op, true);
         for (const auto& [produced, tensor] : missing_) {
-          end += problem_.overhead_ns(devices_[problem_.producer[tensor]], devices_[op]);
+          received += problem_.overhead_ns(devices_[problem_.producer[tensor]], device);
         }
       }
-      end_[op] = free_[devices_[op]] = end;
+      const int64_t start = std::max(now, problem_.launched(op, device, received, host_.data()));
+      problem_.launch_at(op, device, received, start, host_.data());
+      end_[op] = free_[device] = start + problem_.busy_ns(op, device, received);
       for (int32_t tensor : Row(problem_.outputs, op)) {
         for (int32_t consumer : Row(problem_.consumers, tensor)) {
           if (--waiting_[consumer] == 0) {

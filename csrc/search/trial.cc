@@ -166,7 +166,7 @@ bool Trial::commit(int32_t op) {
   const int32_t devices = problem_.devices, device = device_[op], pool = problem_.pool[device];
   int64_t *free = state_.data(), *send = free + devices, *receive = send + devices,
           *done = receive + devices, *host = done + devices;
-  int64_t ready = std::max(free[device], problem_.launched(op, device, host));
+  int64_t ready = free[device], received = 0;
   planned_.clear();
   for (int32_t tensor : Row(problem_.inputs, op)) {
     const int32_t producer = problem_.producer[tensor], src = device_[producer];
@@ -193,7 +193,6 @@ bool Trial::commit(int32_t op) {
       return a.produced != b.produced ? a.produced < b.produced : a.tensor < b.tensor;
     });
   }
-  int64_t busy = problem_.duration(op, device);
   for (const Planned& transfer : planned_) {
     const int32_t src = device_[problem_.producer[transfer.tensor]];
     int64_t begin = transfer.produced;
@@ -208,10 +207,11 @@ bool Trial::commit(int32_t op) {
     copies_[at] = {begin, arrival, 0, op, device, epoch_, 0};
     sending_.push_back(at);
     ready = std::max(ready, arrival);
-    busy += problem_.overhead_ns(src, device);
+    received += problem_.overhead_ns(src, device);
   }
-  const int64_t end = ready + busy;
-  problem_.launch_at(op, device, ready, host);
+  ready = std::max(ready, problem_.launched(op, device, received, host));
+  problem_.launch_at(op, device, received, ready, host);
+  const int64_t busy = problem_.busy_ns(op, device, received), end = ready + busy;
   end_[op] = free[device] = end;
   busy_[op] = busy;
   done[device] += problem_.duration(op, device);
@@ -282,6 +282,15 @@ void Trial::settle() {
   first_ = INT32_MAX;
 }
 
+int64_t Trial::received_ns(int32_t op) const {
+  int64_t sum = 0;
+  for (int32_t tensor : Row(problem_.inputs, op)) {
+    if (copy(tensor, problem_.pool[device_[op]]).by != op) continue;
+    sum += problem_.overhead_ns(device_[problem_.producer[tensor]], device_[op]);
+  }
+  return sum;
+}
+
 std::vector<int32_t> Trial::critical() const {
   std::vector<int32_t> before(problem_.ops, -1), last(problem_.devices, -1), path;
   std::vector<int32_t> launched(problem_.ops, -1), last_launch(problem_.hosts, -1);
@@ -289,10 +298,12 @@ std::vector<int32_t> Trial::critical() const {
   for (int32_t op : order_) {
     before[op] = last[device_[op]];
     last[device_[op]] = op;
-    if (problem_.launch_ns(op, device_[op]) == 0) continue;
-    launches_end[op] = problem_.launched(op, device_[op], host_free.data());
-    problem_.launch_at(op, device_[op], start(op), host_free.data());
-    launched[op] = std::exchange(last_launch[problem_.host[device_[op]]], op);
+    const int32_t device = device_[op];
+    const int64_t received = problem_.hosts == 0 ? 0 : received_ns(op);
+    if (problem_.launch_ns(op, device, received) == 0) continue;
+    launches_end[op] = problem_.launched(op, device, received, host_free.data());
+    problem_.launch_at(op, device, received, start(op), host_free.data());
+    launched[op] = std::exchange(last_launch[problem_.host[device]], op);
   }
   int32_t op = -1;
   for (int32_t other : last) {

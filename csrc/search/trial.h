@@ -88,6 +88,8 @@ class Trial {
   }
   int64_t* checkpoint(int32_t index, bool trial);
   bool commit(int32_t op);
+  // The sum of the overheads of what is sent for an op.
+  int64_t received_ns(int32_t op) const;
   void settle();
   void count();
   int32_t sent_before() const;
@@ -96,7 +98,7 @@ class Trial {
 
   const Problem& problem_;
   std::vector<int32_t> device_, order_, position_;
-  std::vector<int64_t> end_, busy_;  // per op; `busy_`: its time with what it receives
+  std::vector<int64_t> end_, busy_;  // per op; `busy_`: for how long its device is
   std::vector<int64_t> work_;        // per device
   std::vector<int32_t> groups_on_;
   std::vector<int64_t> held_bytes_;  // per pool, of persistent bytes

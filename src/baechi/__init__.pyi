@@ -29,7 +29,7 @@ from baechi.placing import place as place
 from baechi.probing.cluster_probe import probe as probe
 from baechi.problem.simulation import Timeline as Timeline, simulate as simulate
 from baechi.records.cluster import Cluster as Cluster, Device as Device, Link as Link
-from baechi.records.constraints import Constraints as Constraints
+from baechi.records.cluster import Constraints as Constraints
 from baechi.records.device_kinds import Calibration as Calibration
 from baechi.records.graph import Op as Op, OpGraph as OpGraph, Tensor as Tensor
 from baechi.records.placement import Measurement as Measurement

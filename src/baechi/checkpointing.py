@@ -21,8 +21,7 @@ from baechi.errors import InfeasibleError, InputError
 from baechi.placers.placer import Placer, smallest
 from baechi.placers.solving import find, solve
 from baechi.problem.problem_arrays import Problem
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.traced.checkpoint_units import Unit, units_of

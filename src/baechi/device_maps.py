@@ -16,7 +16,7 @@ from baechi.costs.estimation import estimate
 from baechi.placers.solving import solve
 from baechi.probing.cluster_probe import probe
 from baechi.records.graph import OpGraph
-from baechi.torch_support.torch_devices import device_kind, torch_device
+from baechi.torch_support.torch_devices import with_kinds
 from baechi.traced.operators import TracedOp
 from baechi.traced.traced_model import Traced
 from baechi.tracing.ladder import trace
@@ -53,11 +53,9 @@ def device_map(
         InfeasibleError: It does not fit with its modules whole; names the largest that does not.
     """
     traced = trace(model, example_args, example_kwargs)
-    cluster = probe(devices)
-    kinds = [device.kind or device_kind(torch_device(device.name)) for device in cluster.devices]
-    rows = [replace(d, kind=kind) for d, kind in zip(cluster.devices, kinds, strict=True)]
-    cluster = replace(cluster, devices=tuple(rows))
-    graph = traced.graph([estimate(traced, kind) for kind in dict.fromkeys(kinds)], training=False)
+    cluster = with_kinds(probe(devices))
+    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+    graph = traced.graph([estimate(traced, kind) for kind in kinds], training=False)
     parted = _parted(model)
     placement = solve(_whole(graph, traced, parted), cluster, placer=placer)
     found: dict[str, int] = {}

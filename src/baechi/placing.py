@@ -26,33 +26,32 @@ from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
+from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
-from baechi.runtime.split_guard import compare
+from baechi.runtime.step_measurement import compare
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import Weights
 from baechi.torch_support.graph_capture import no_collections
-from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
+from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
-from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.calling_convention import Call, canonical_call, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
-from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -162,15 +161,13 @@ def place(
     elif convert_weights:
         raise InputError("convert_weights=True is for weights=..., which was not given.")
     target = memory_target(checkpoint)
-    cluster = _with_kinds(probe(devices))
+    cluster = with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
-        # A tape is one launch then, and the next is under way before it ends.
-        rows = tuple(replace(device, host="") for device in cluster.devices)
-        cluster = replace(cluster, devices=rows)
+        cluster = tape_links(cluster)
     dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
@@ -248,7 +245,7 @@ class _Planner:
             if self.verify:
                 unsplit = Unsplit(model)
                 special.settle()
-                verify(unsplit, special, _own_objects(model, call))
+                verify(unsplit, special, own_objects(model, call))
             return special
         return None
 
@@ -266,7 +263,7 @@ class _Planner:
         with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
             if self.weights is None:
                 refuse_meta(model)
-            call = _own_objects(model, _beside(model, call))
+            call = own_objects(model, _beside(model, call))
             devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
             # Weights that were read to several devices may fit on no single one.
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
@@ -302,7 +299,7 @@ class _Planner:
                 _keep_graphs(special, shapes[0])
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
-                self.say(_outlook(schedule, self.cluster, placement))
+                self.say(outlook(schedule, self.cluster, placement.devices))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
@@ -358,6 +355,7 @@ class _Planner:
         If that does not fit, those without optimizer state may move.
         """
         profiles = self._profiles(traced)
+        profiles = [tape_costs(row) for row in profiles] if self.cuda_graphs else profiles
         limited = memory_target(self.checkpoint) is not None
 
         def graph_of(checkpoint: Any) -> OpGraph:
@@ -484,35 +482,9 @@ def _largest(call: Call, kin: Sequence[Executable]) -> str:
     return ""
 
 
-def _own_objects(model: nn.Module, call: Call) -> Call:
-    """The call with objects that are not the caller's, which shall not change."""
-    args, kwargs = call.structure.fill(call.tensors)
-    return replace(call, objects=canonical_call(model, args, kwargs).objects)
-
-
 def _with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:
     """The same failure with another text."""
     return type(failure)(text, *failure.args[1:])
-
-
-def _with_kinds(cluster: Cluster) -> Cluster:
-    """The cluster with missing kinds filled in from the hardware, as keys for costs."""
-    rows = (
-        row if row.kind else replace(row, kind=device_kind(torch_device(row.name)))
-        for row in cluster.devices
-    )
-    return replace(cluster, devices=tuple(rows))
-
-
-def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
-    """Predicted time and memory of a step, in one line."""
-    used, n = len(set(placement.devices)), len(cluster.devices)
-    where = f"{used} of {n} devices" if n > 1 else cluster.devices[0].name
-    rows = list(zip(schedule.peak_bytes, cluster.devices, strict=True))
-    peak, device = max(rows, key=lambda row: row[0] / (row[1].memory_bytes or 1))
-    room = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}"
-    step = format_ns(schedule.makespan_ns)
-    return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
 
 
 def _beside(model: nn.Module, call: Call) -> Call:

@@ -11,9 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import baechi
-from baechi import placing
+from baechi.records.op_costs import OpCost
 from baechi.runtime import placed_state
 from baechi.runtime.executable import Executable
+from baechi.runtime.executors.capture_rules import GRAPH_LAUNCH_NS
 from baechi.runtime.placed_module import installed
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.units import format_ns
@@ -42,17 +43,40 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     assert "of 1.0 GiB" in said
 
 
-@pytest.mark.parametrize(("cuda_graphs", "host"), [(False, "h"), ("auto", ""), (True, "")])
-def test_as_cuda_graphs_operators_are_not_launched_one_by_one(
-    cuda_graphs: Any, host: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+def test_as_cuda_graphs_tapes_are_launched_and_not_operators(
+    cuda_graphs: Any, training: bool
 ) -> None:
-    seen: list[baechi.Cluster] = []
-    monkeypatch.setattr(placing, "check_wish", lambda *_: None)  # there is no GPU
-    monkeypatch.setattr(placing, "_Planner", lambda **parts: seen.append(parts["cluster"]))
-    devices = [baechi.Device(f"cpu:{i}", "1GiB", host="h") for i in range(2)]
-    cluster = baechi.Cluster.connected(devices, baechi.Link(0, 10**9))
-    baechi.place(model(), cluster, cuda_graphs=cuda_graphs)
-    assert [device.host for device in seen[0].devices] == [host, host]
+    example = torch.randn(2, 8)
+    traced = baechi.trace(model(), (example,))
+    rows = [
+        OpCost(1_000, 1_000 if op in traced.backward_ops else 0, forward_launch_ns=7 + op,
+               backward_launch_ns=100 + op if op in traced.backward_ops else 0)
+        for op in range(len(traced.ops))
+    ]  # fmt: skip
+    costs = baechi.Profile(traced.digest, "", tuple(rows))
+    devices = [
+        baechi.Device(f"cpu:{i}", "1GiB", host=host, launches_ahead=ahead)
+        for i, (host, ahead) in enumerate([("h", True), ("", True), ("h", False)])
+    ]
+    cluster = baechi.Cluster.connected(devices, baechi.Link(0, 10**9, overhead_ns=30))
+    placed = baechi.place(
+        *(model(), cluster),
+        example_args=(example,),
+        costs=costs,
+        training=training,
+        cuda_graphs=cuda_graphs,
+        progress=False,
+    )
+    # Each hand-over begins a tape, where a host launches ahead.
+    more = GRAPH_LAUNCH_NS if cuda_graphs else 0
+    assert [link and link.overhead_ns for link in placed.cluster.links[1]] == [30 + more, None, 30]
+    assert [row.host for row in placed.cluster.devices] == ["h", "", "h"]
+    launches = [op.launch_ns for op in placed.graph.ops]
+    own = [op.launch_ns for op in traced.graph(costs, training=training).ops]
+    assert launches == ([0] * len(own) if cuda_graphs else own)
+    assert any(own)
 
 
 class CheckpointedLayer(nn.Module):

@@ -71,7 +71,7 @@ class Copy:
         assert before.count(mutant.find) == 1, f"{mutant.file} has not one {mutant.find!r}"
         path.write_text(before.replace(mutant.find, mutant.replace))
         try:
-            if path.suffix == ".cc":
+            if path.suffix in (".cc", ".h"):
                 self._compile()
             yield
         finally:

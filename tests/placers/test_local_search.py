@@ -200,6 +200,8 @@ def test_a_listed_order_knows_that_ports_are_busy():
 def test_no_device_waits_in_a_listed_order_while_an_op_could_start(data, draw):
     graph = data.draw(graphs(max_ops=12, launched=False))
     cluster = data.draw(clusters(uniform=True))
+    # A device whose host is free takes an op, though its hand-over may come after other launches.
+    cluster = replace(cluster, devices=tuple(replace(row, host="") for row in cluster.devices))
     problem = Problem(graph, cluster)
     devices, _ = anything(problem, draw)
     timeline, left = problem.timeline(), set(range(len(graph.ops)))

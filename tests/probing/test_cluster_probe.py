@@ -18,6 +18,7 @@ from baechi.probing.link_probe import (
     fit_link,
     handover,
 )
+from baechi.records.cluster import HANDOVER_NS
 from baechi.torch_support.torch_devices import blas_bytes, torch_device
 
 CPU = torch.device("cpu")
@@ -84,9 +85,13 @@ def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -
         "_links": lambda names, _: (((Link(0, 1),) * len(names),) * len(names), {}),
     }.items():
         monkeypatch.setattr(cluster_probe, name, value)
-    cluster = baechi.probe(["cuda:0/a", "cuda:0/b", "cuda:1", "cpu:0"])
-    assert [device.host for device in cluster.devices] == ["python"] * 3 + [""]
+    own = baechi.Device("cuda:2", 5)
+    cluster = baechi.probe(["cuda:0/a", "cuda:0/b", "cuda:1", "cpu:0", own])
+    assert [device.host for device in cluster.devices] == ["python"] * 3 + ["", ""]
     assert all(device.launches_ahead for device in cluster.devices)
+    # What a GPU with a host receives takes that host's time.
+    for row in cluster.links:
+        assert [link and link.overhead_ns for link in row] == [HANDOVER_NS] * 3 + [0, 0]
 
 
 def test_without_names_there_is_always_a_device() -> None:

@@ -236,6 +236,48 @@ def test_a_launch_ahead_waits_for_no_input():
         assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
 
 
+# The tensor for b comes 20 after its producer's end. c reads nothing.
+@pytest.mark.parametrize(
+    ("launch_ns", "ahead", "hosts", "spans", "launched_ns"),
+    [
+        # b's hand-over is launched in 10 to 35, b behind it, and c behind b.
+        (10, True, "hh", [(10, 40), (60, 90), (55, 85)], [(0, 10), (10, 45), (45, 55)]),
+        # Another host hands over.
+        (10, True, "hi", [(10, 40), (60, 90), (40, 70)], [(0, 10), (0, 35), (10, 20)]),
+        # Where nothing is launched ahead, it is the device's work.
+        (10, False, "hh", [(0, 30), (50, 105), (60, 90)], [(0, 10), (50, 60), (60, 70)]),
+        (10, True, "h-", [(10, 40), (60, 115), (40, 70)], [(0, 10), (10, 20)]),
+        # No op takes a launch: the hand-over does.
+        (0, True, "hh", [(0, 30), (50, 80), (30, 60)], [(0, 25)]),
+    ],
+)
+def test_a_hand_over_takes_the_time_of_a_host_that_launches_ahead(
+    launch_ns, ahead, hosts, spans, launched_ns
+):
+    ops = tuple(Op(name, 30, launch_ns=launch_ns) for name in "abc")
+    graph = OpGraph(ops, (Tensor(0, (1,), 10),))
+    rows = [
+        Device(f"d{i}", 99, host=host.strip("-"), launches_ahead=ahead)
+        for i, host in enumerate(hosts)
+    ]
+    cluster = Cluster.connected(rows, Link(10, 10**9, overhead_ns=25))
+    schedule = run(graph, cluster, (0, 1, 0))
+    assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
+    found = launches(graph, cluster, schedule)
+    assert [(row.start_ns, row.end_ns) for row in found] == launched_ns
+
+
+def test_a_host_hands_a_tensor_over_once():
+    # c finds it there, and d, which takes no launch, does not ask the host.
+    ops = (Op("a", 5), Op("b", 5), Op("c", 5), Op("d", 5))
+    graph = OpGraph(ops, (Tensor(0, (1, 2), 10),))
+    rows = [Device("x", 99, host="h"), Device("y", 99, host="h")]
+    cluster = Cluster.connected(rows, Link(10, 10**9, overhead_ns=100))
+    schedule = run(graph, cluster, (0, 1, 1, 0))
+    ends = [(span.start_ns, span.end_ns) for span in schedule.spans]
+    assert ends == [(0, 5), (100, 105), (105, 110), (5, 10)]
+
+
 def test_overhead_cannot_hide_behind_other_work():
     # b has work until the tensor is there: the latency is hidden, the overhead is not.
     graph = OpGraph((Op("a", 5), Op("own", 100), Op("b", 5)), (Tensor(0, (2,), 20),))

@@ -1,11 +1,13 @@
 """The table of device kinds: what stands in it, what a user's file may add, and what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from baechi import Calibration, InputError, Link
 from baechi.records import device_kinds
+from baechi.records.cluster import HANDOVER_NS
 from baechi.records.device_kinds import OP_CLASSES, DeviceKind, Efficiency, Kernel, find, known
 
 ROW = """
@@ -192,8 +194,12 @@ def test_a_cluster_of_a_kind_has_its_memory_less_its_context():
     assert [device.name for device in cluster.devices] == [f"cuda:{i}" for i in range(8)]
     assert {d.memory_bytes for d in cluster.devices} == {kind.memory_bytes - kind.context_bytes}
     assert {device.kind for device in cluster.devices} == {"H100-SXM-80GB"}
-    assert cluster.uniform_link == LINK
-    assert device_kinds.cluster("2xcpu", LINK).devices[1].name == "cpu:1"
+    assert cluster.uniform_link == replace(LINK, overhead_ns=HANDOVER_NS)
+    slow = replace(LINK, overhead_ns=77)
+    assert device_kinds.cluster("2xT4", slow).uniform_link == slow
+    cpus = device_kinds.cluster("2xcpu", LINK)
+    assert cpus.devices[1].name == "cpu:1"
+    assert cpus.uniform_link == LINK
 
 
 @pytest.mark.parametrize("text", ["H200", "x", "2x", "-1xT4", "0xT4", "2 T4"])

@@ -464,6 +464,25 @@ def test_who_is_bound_by_launches_is_told_what_ends_that():
     assert "bound by launches" not in str(text_report(Plan(*PARTS)))
 
 
+def test_who_is_bound_by_hand_overs_is_told_so():
+    # Two tensors of 30 bytes, and 40 of the host for each; b and c wait for nothing else.
+    link = Link(0, 1_000_000_000, overhead_ns=40)
+    cluster = replace(HOSTED, links=((None, link), (link, None)))
+    graph = replace(GRAPH, tensors=(Tensor(0, (1,), 30), Tensor(1, (2,), 30)))
+    plan = launched_plan(graph, cluster)
+    assert plan.schedule.makespan_ns == 95  # c is handed over after 80, its input comes at 90
+    assert plan.unlaunched_ns == 95
+    assert "bound by launches" not in str(text_report(plan))
+    slow = replace(link, overhead_ns=400)
+    plan = launched_plan(graph, replace(cluster, links=((None, slow), (slow, None))))
+    assert (plan.schedule.makespan_ns, plan.unlaunched_ns) == (805, 95)
+    text = " ".join(str(text_report(plan)).split())
+    assert "host python is busy with them for 800 ns, and if they took no time" in text
+    assert "a larger batch or fewer devices end that" in text
+    assert "compile=True" not in text
+    assert [(row.op, row.end_ns) for row in plan.launches["python"]] == [(1, 400), (2, 800)]
+
+
 @given(plans())
 def test_slices_of_one_thread_never_overlap(plan):
     threads = {}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.runtime.split_guard import Comparison
+from baechi.runtime.step_measurement import Comparison
 
 
 @torch.library.custom_op("baechi_tests::pause", mutates_args=())

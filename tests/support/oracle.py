@@ -7,8 +7,7 @@ step of a scheduler asks every ready op on every device.
 import math
 from dataclasses import dataclass, field
 
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 
 FOREVER = 10**30
@@ -103,13 +102,17 @@ class Oracle:
             default=0,
         )
 
-    def launch(self, op, device):
-        """How long the launch takes, and when its host is free."""
-        row, launch_ns = self.cluster.devices[device], self.graph.ops[op].launch_ns
+    def work(self, op, device, planned):
+        """For how long the op keeps the device and its host busy, and when that is free."""
+        row, takes = self.cluster.devices[device], self.duration(op, device)
+        launch_ns = self.graph.ops[op].launch_ns
+        received = sum(self.cluster.links[src][device].overhead_ns for _, src, *_ in planned)
         if not row.host:
-            return 0, 0
+            return takes + received, 0, 0
         free = max((end for host, _, _, end in self.launches if host == row.host), default=0)
-        return launch_ns if row.launches_ahead else min(launch_ns, self.duration(op, device)), free
+        if row.launches_ahead:
+            return takes, received + launch_ns, free
+        return takes + received, min(launch_ns, takes), free
 
     def plan(self, op, device):
         """Start of the op, and the transfers that it needs; `None` where there is no path."""
@@ -149,7 +152,7 @@ class Oracle:
                     receives[src] = sends[device] = end
             planned.append((t, src, device, start, end))
             arrival = max(arrival, end)
-        launch_ns, free = self.launch(op, device)
+        _, launch_ns, free = self.work(op, device, planned)
         launched = free + launch_ns * self.cluster.devices[device].launches_ahead
         return max(arrival, self.device_free(device), launched if launch_ns else 0), planned
 
@@ -160,8 +163,7 @@ class Oracle:
     def earliest_end(self, op, device):
         """With what the device is busy to receive."""
         start, planned = self.plan(op, device)
-        overhead = sum(self.cluster.links[src][device].overhead_ns for _, src, *_ in planned)
-        return start + self.duration(op, device) + overhead
+        return start + self.work(op, device, planned)[0]
 
     def reserve(self, op, device):
         self.group_device.setdefault(self.group(op), device)
@@ -175,7 +177,7 @@ class Oracle:
             home = self.copies[t, self.pool(src)]
             home.last_use = max(home.last_use, arrived)
             self.copies[t, self.pool(dst)] = Copy(dst, sent, arrived, arrived)
-        launch_ns, free = self.launch(op, device)
+        _, launch_ns, free = self.work(op, device, planned)
         if launch_ns:
             row = self.cluster.devices[device]
             begin = free if row.launches_ahead else start

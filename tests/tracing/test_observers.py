@@ -209,7 +209,7 @@ def test_a_segment_that_is_observed_is_not_compiled() -> None:
     options = torch_compile.compile_options({"backend": "eager"}, [torch.device("cpu")])
     assert options is not None
     with pytest.warns(UserWarning, match="runs uncompiled: it runs the forward hook writes of"):
-        torch_compile.CompiledTape(step, step, options, list(nodes), "a segment")
+        torch_compile.CompiledTape(step, step, options, list(nodes), "a segment", dynamic=False)
 
 
 class Caller:

@@ -27,8 +27,7 @@ from baechi.cli.console import (
 )
 from baechi.errors import InputError
 from baechi.records import device_kinds
-from baechi.records.cluster import Cluster, Link
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints, Link
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Schedule
 from baechi.storage.serialization import load
@@ -152,7 +151,10 @@ def solve(
     overhead_us: Annotated[
         float,
         typer.Option(
-            min=0, max=1e9, help="How long each transfer keeps the receiving device busy."
+            min=0,
+            max=1e9,
+            help="How long each transfer keeps the receiving device busy, or the thread that "
+            "launches for it; 0 stands for 15 between GPUs of a kind.",
         ),
     ] = 0.0,
     gbytes_per_s: Annotated[
@@ -322,7 +324,9 @@ def probe(
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
                 by_reference = link.bytes_per_s >= FREE_BYTES_PER_S
                 rate = "no copy" if by_reference else f"{link.bytes_per_s / 1e9:.2f} GB/s"
-                busy = f"{format_ns(link.overhead_ns)} of the receiver's time"
+                receiver = cluster.devices[dst]
+                whose = "host" if receiver.host and receiver.launches_ahead else "receiver"
+                busy = f"{format_ns(link.overhead_ns)} of the {whose}'s time"
                 say(f"{names}: {rate}, after {format_ns(link.latency_ns)}, {busy}")
     for remark in found.remarks:
         say(remark)

@@ -20,7 +20,8 @@ from torch import fx
 
 from baechi.costs.example_inputs import Make, filled, real_inputs
 from baechi.costs.flop_rules import kernel_of
-from baechi.costs.op_benchmark import Alone
+from baechi.costs.held_gradients import held_gradients
+from baechi.costs.op_benchmark import Alone, Arriving, cpu_peaks
 from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
@@ -30,6 +31,7 @@ from baechi.torch_support.torch_internals import FakeTensorMode, OpOverload, Wat
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.validation import check_is
@@ -54,6 +56,8 @@ class Workload:
         backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         backward_workspace_bytes: The same of its backward.
+        unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
+        backward_reused_bytes: What of its backward's gradients takes the room of what it kept.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -61,6 +65,8 @@ class Workload:
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     remark: str = ""
+    unseen_bytes: int = 0
+    backward_reused_bytes: int = 0
 
 
 def estimate(
@@ -98,8 +104,10 @@ def estimate(
         key: OpCost(
             row.run_ns(as_run(load.forward, rounded)),
             row.run_ns(as_run(load.backward, rounded)),
+            saved_bytes=load.unseen_bytes,
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,
+            backward_reused_bytes=load.backward_reused_bytes,
             remark=load.remark,
             forward_launch_ns=row.host_launch_ns * len(load.forward),
             backward_launch_ns=row.host_launch_ns * len(load.backward),
@@ -109,13 +117,17 @@ def estimate(
     rows = tuple(
         replace(
             costs[op.key],
-            backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
+            backward_ns=max(costs[op.key].backward_ns, held.least_ns) if op.differentiable else 0,
             backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
-            saved_bytes=op.saved_bytes,
+            saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
+            backward_reused_bytes=min(costs[op.key].backward_reused_bytes, op.saved_bytes),
+            backward_workspace_bytes=held.with_own(costs[op.key].backward_workspace_bytes or 0),
         )
-        for op, output_bytes in zip(traced.ops, traced.made_bytes, strict=True)
+        for op, output_bytes, held in zip(
+            traced.ops, traced.made_bytes, held_gradients(traced), strict=True
+        )
     )
     how = "calibrated" if calibration is not None else "uncalibrated"
     names = ", ".join(sorted(rounded)) or "nothing"
@@ -233,30 +245,64 @@ def _count(
 ) -> Workload:
     """One operator, run on what `make` gives for the nodes that it reads."""
     alone = Alone(module, nodes, make, _CPU, leaves=leaves)
-    produced, forward, scratch_bytes = _counted(*alone.forward_runs(1))
-    outputs, seeds = alone.seeded(produced)
+    meter, unseen = Meter([0]), list[int]()
+    (run,) = alone.forward_runs(1)
+    produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
+    roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
+    if not roots or not alone.differentiable:
+        return Workload(forward, workspace_bytes=scratch_bytes)
+    with meter.counting(0):
+        arriving = Arriving(roots)
     try:
-        _, backward, backward_bytes = _counted(partial(alone.differentiated, outputs, seeds))
+        run = partial(arriving.differentiated, alone.differentiable)
+        gradients, backward, _, above = _counted(meter, run, [])
     except Exception:  # reversible layers refuse it in evaluation mode
         backward = _unseen(module, nodes, True).backward
-        return Workload(forward, backward, scratch_bytes, remark=UNSEEN_BACKWARD)
-    return Workload(forward, backward, scratch_bytes, backward_bytes)
+        return Workload(forward, backward, scratch_bytes, 0, UNSEEN_BACKWARD, sum(unseen))
+    scratch, reused = arriving.scratch(gradients, above)
+    return Workload(forward, backward, scratch_bytes, scratch, "", sum(unseen), reused)
 
 
-def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
-    """The result, the kernels, and the peak of live bytes beyond what is live at the end."""
+def _counted(
+    meter: Meter, run: Callable[[], Any], unseen: list[int]
+) -> tuple[Any, tuple[Kernel, ...], int, int]:
+    """The result, the kernels, and the peak above what is live at the end, and at the start.
+
+    `unseen` gets the bytes that kernels keep and fake tensors do not have.
+    """
     kernels: list[Kernel] = []
 
     def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            unseen.append(_recurrent_bytes(*args[:3]))
+        elif func is torch.ops.aten._embedding_bag.default:
+            unseen.append(args[1].element_size())  # an offset more, behind the last bag
         kernel = kernel_of(func, args, kwargs, result) if isinstance(func, OpOverload) else None
         if kernel is not None:
             kernels.append(kernel)
 
-    meter = Meter([0])
-    with meter.counting(0), Watch(see):
-        result = run()
-    (peak,), (live,) = meter.peak_bytes, meter.live_bytes
-    return result, tuple(kernels), max(peak - live, 0)
+    with Watch(see):
+        result, scratch_bytes, above_bytes = cpu_peaks(meter, run)
+    return result, tuple(kernels), scratch_bytes, above_bytes
+
+
+def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tensor) -> int:
+    """At most what oneDNN's LSTM keeps inside, of which a fake one shows nothing.
+
+    Gates of every step, and rows of states and of their gradients, 6 as wide as the input and 5 as
+    the state, in seven regions of whole pages. Fitted to what oneDNN asks for (torch 2.13).
+    """
+    steps, batch, _ = x.shape
+    gates, width = entering.shape
+    hidden, line = again.shape[1], 64 // x.element_size()
+
+    def padded(n: int) -> int:
+        row = -(-n // line) * line
+        return row if row % 256 else row + line  # oneDNN's `get_good_ld`
+
+    states = 6 * padded(max(width, hidden)) + 5 * padded(hidden)
+    count = batch * (steps * padded(gates) + (steps + 1) * states)
+    return count * x.element_size() + 7 * 4096
 
 
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:

@@ -10,7 +10,7 @@ import ctypes
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -32,8 +32,8 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
-# Results of another method are not comparable: raise this when a time's meaning changes.
-METHOD: Final = 6
+# Results of another method are not comparable: raise this when a number's meaning changes.
+METHOD: Final = 7
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -235,6 +235,7 @@ class Alone:
 
     Attributes:
         known: The tensors that it reads; their bytes are the graph's or the model's.
+        differentiable: Those of them that get a gradient.
         fresh: The share of its gradients that the allocator does not keep between steps; 0 where
             it has no parameters.
         single: Whether every run needs preparing of its own, since the caches are emptied.
@@ -266,7 +267,7 @@ class Alone:
         self.known = [t for t, _ in wanted]
         self.known += [b for leaf in leaves.values() for b in leaf.buffers()]
         wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
-        self._differentiable = [t for t, _ in wanted]
+        self.differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [t for t, is_state in read if not is_state]
         # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
@@ -297,7 +298,7 @@ class Alone:
 
         Those of `fresh` make gradients of parameters in new pages.
         """
-        if not self._differentiable:
+        if not self.differentiable:
             return []
         if fresh and sum(tensor.nbytes for tensor in self._held) > _HELD_BYTES:
             self._held.clear()
@@ -340,9 +341,9 @@ class Alone:
         self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of what went in; nothing where it needs none."""
-        if not outputs or not self._differentiable:
+        if not outputs or not self.differentiable:
             return ()
-        return torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+        return torch.autograd.grad(outputs, self.differentiable, gradients, allow_unused=True)
 
     def _backward(
         self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], fresh: bool
@@ -366,7 +367,7 @@ def _give_memory_back() -> None:
 def _sizes(alone: Alone, place: torch.device) -> Measured:
     """The memory of an operator; these first runs warm up, too."""
     meter = Meter([0])
-    peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(_cpu_peaks, meter)
+    peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(cpu_peaks, meter)
     saved_bytes = saved_inside_bytes(alone.forward, alone.known)
     with torch.no_grad():
         _, inference_bytes, _ = peaks(alone.inference)
@@ -374,33 +375,57 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
         # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
         alone.differentiated(*alone.seeded(alone.forward()))
     outputs, forward_bytes, _ = peaks(alone.forward)
-    (graded, seeds), *_ = peaks(lambda: alone.seeded(outputs))
-    arrived = [weakref.ref(seed.untyped_storage()) for seed in seeds]
-    # The peak above what was there before; the gradients that are new count by themselves.
-    gradients, _, above = peaks(lambda: _handed_over(alone, graded, seeds))
-    passed_on = {key_of(storage) for ref in arrived if (storage := ref()) is not None}
-    reused_bytes = max(_storage_bytes(gradients, but=passed_on) - above, 0)
+    graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    scratch_bytes = reused_bytes = 0
+    if graded and alone.differentiable:
+        arriving, *_ = peaks(lambda: Arriving(graded))
+        gradients, _, above = peaks(lambda: arriving.differentiated(alone.differentiable))
+        scratch_bytes, reused_bytes = arriving.scratch(gradients, above)
     return Measured(
         forward_ns=0,
         saved_bytes=saved_bytes,
         workspace_bytes=forward_bytes,
-        backward_workspace_bytes=max(above - _storage_bytes(gradients), 0),
+        backward_workspace_bytes=scratch_bytes,
         inference_workspace_bytes=inference_bytes,
         backward_reused_bytes=min(reused_bytes, saved_bytes),
     )
 
 
-def _handed_over(
-    alone: Alone, graded: list[torch.Tensor], seeds: list[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """A backward that gradients are handed over to, as in a step: each lives until it is used."""
-    if not graded:
-        return ()
-    end = TapeEnd.apply(seeds, *graded)  # type: ignore[no-untyped-call]
-    return alone.differentiated([end], [end.detach()])
+@final
+class Arriving:
+    """Gradients that a backward is handed over, as in a step: each lives until it is used."""
+
+    def __init__(self, roots: Sequence[torch.Tensor]) -> None:
+        seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots]
+        self._arrived = [weakref.ref(s) for s in distinct_storages(seeds).values()]
+        self._end: torch.Tensor = TapeEnd.apply(seeds, *roots)  # type: ignore[no-untyped-call]
+
+    def differentiated(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of some inputs."""
+        end = self._end
+        return torch.autograd.grad([end], inputs, [end.detach()], allow_unused=True)
+
+    def scratch(
+        self, gradients: Sequence[torch.Tensor | None], above_bytes: int
+    ) -> tuple[int, int]:
+        """Scratch, and what gradients reuse, of a backward whose peak was so far above its start.
+
+        The gradients count by themselves. What they are parts of, as the real part of a spectrum
+        is, is scratch.
+        """
+        passed_on = {key_of(storage) for ref in self._arrived if (storage := ref()) is not None}
+        made = {key: row.nbytes() for key, row in distinct_storages(gradients).items()}
+        beyond = {key: nbytes for key, nbytes in made.items() if key not in passed_on}
+        new_bytes = sum(beyond.values())
+        for gradient in gradients:
+            for key in beyond.keys() & distinct_storages(gradient).keys():
+                beyond[key] -= gradient.nbytes if gradient is not None else 0
+        beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
+        scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
+        return scratch_bytes, max(new_bytes - above_bytes, 0)
 
 
-def _cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
+def cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
     """The result; the peak above what is live at the end, and above what was at the start."""
     meter.forget_peaks()
     (before,) = meter.live_bytes
@@ -419,9 +444,3 @@ def _cuda_peaks(place: torch.device, run: Callable[[], Any]) -> tuple[Any, int, 
     torch.cuda.synchronize(place)
     peak, after = torch.cuda.max_memory_allocated(place), torch.cuda.memory_allocated(place)
     return result, max(peak - after, 0), peak - before
-
-
-def _storage_bytes(gradients: Sequence[torch.Tensor | None], but: Collection[int] = ()) -> int:
-    """The bytes of the gradients, each storage once, but for some by their keys."""
-    rows = distinct_storages(gradients)
-    return sum(storage.nbytes() for key, storage in rows.items() if key not in but)

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from baechi.costs.example_inputs import value_remark
+from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.timers import Clock
@@ -255,6 +256,7 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
 def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
     rows = []
+    held = held_gradients(traced)
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
@@ -266,10 +268,11 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
         known = asdict(cost) | {
-            "backward_ns": backward_ns,
+            "backward_ns": max(backward_ns, held[index].least_ns),
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
             "parameter_bytes": op.trained_bytes + op.frozen_bytes,
             "output_bytes": traced.made_bytes[index],
+            "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
             "backward_launch_ns": launch_ns,
             "remark": "; ".join(filter(None, remarks)),
         }

@@ -23,8 +23,7 @@ from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.units import format_bytes

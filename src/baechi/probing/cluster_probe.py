@@ -23,7 +23,7 @@ from baechi.probing.link_probe import (
     handover,
     lane_ns,
 )
-from baechi.records.cluster import HOST, Cluster, Device, Link
+from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
     blas_bytes,
     device_kind,
@@ -72,8 +72,9 @@ def probe(devices: Devices = None) -> Cluster:
 
     Returns:
         Devices with the memory that is free now, or with the capacity given; links as measured.
-        All GPUs have one host, the thread that launches for them. CPUs have none: what their
-        workers lose to Python's lock is in no prediction.
+        All GPUs have one host, the thread that launches for them; what they receive takes
+        `HANDOVER_NS` of it, which is not measured. CPUs have none: what their workers lose to
+        Python's lock is in no prediction.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
@@ -104,6 +105,16 @@ def survey(devices: Devices = None) -> Survey:
         rows.append(Device(device, memory, kind=device_kind(place), host=host))
     cluster = Cluster.connected(rows, Link(0, 1))  # checks them before links are measured
     links, fits = _links(names, places)
+    hosted = [
+        place.type == "cuda" and row.host != "" for row, place in zip(rows, places, strict=True)
+    ]
+    links = tuple(
+        tuple(
+            replace(link, overhead_ns=HANDOVER_NS) if link and by_host else link
+            for link, by_host in zip(row, hosted, strict=True)
+        )
+        for row in links
+    )
     return Survey(replace(cluster, links=links), fits)
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.records.cluster import PORTS, Cluster, Link
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import PORTS, Cluster, Constraints, Link
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays
 from baechi.units import format_bytes
@@ -238,20 +237,20 @@ class Problem:
 
     @cached_property
     def overheads(self) -> NDArray[np.int64]:
-        """Overhead of a transfer at its receiver, likewise; empty where no link has any."""
+        """Overhead of a transfer for its receiver, likewise; empty where no link has any."""
         rows = [0 if link is None else link.overhead_ns for link in self._links]
         return np.array(rows if any(rows) else [], np.int64)
 
     @cached_property
     def device_host(self) -> tuple[int, ...]:
-        """The host of every device, -1 without one; empty if no op takes a launch."""
+        """The host of every device, -1 without one; empty if nothing takes a host's time."""
         names = [device.host for device in self.cluster.devices]
         number = {name: host for host, name in enumerate(dict.fromkeys(filter(None, names)))}
-        takes = bool(number) and bool(self.arrays.launch.any())
+        takes = bool(number) and bool(self.arrays.launch.any() or len(self.overheads))
         return tuple(number.get(name, -1) for name in names) if takes else ()
 
     def launch_ns(self, device: int) -> NDArray[np.int64]:
-        """The time of its host for every op on a device."""
+        """The time of its host for every op on a device, without what is sent for it."""
         arrays = self.arrays
         if not self.device_host or self.device_host[device] < 0:
             return np.zeros_like(arrays.launch)

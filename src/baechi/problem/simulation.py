@@ -18,8 +18,7 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem, listed
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Rows, Schedule, Span, Transfer
 from baechi.validation import check_count, check_is
@@ -206,7 +205,7 @@ def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
 
 
 class Launch(NamedTuple):
-    """An op that a host launches, in [start_ns, end_ns)."""
+    """An op that a host launches, and before it what is sent for it, in [start_ns, end_ns)."""
 
     host: str
     op: int
@@ -218,10 +217,19 @@ def launches(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[Laun
     """The launches of a schedule, in launch order."""
     problem = Problem(graph, cluster)
     launch_ns = cache(lambda device: problem.launch_ns(device).tolist())
+    received_ns: dict[tuple[int, int], int] = {}  # by tensor and receiver
+    for row in schedule.transfers:
+        link, receiver = cluster.links[row.src][row.dst], cluster.devices[row.dst]
+        if link is not None and receiver.host and receiver.launches_ahead:
+            received_ns[row.tensor, row.dst] = link.overhead_ns
     free: Counter[str] = Counter()
     found = []
     for span in schedule.spans:
         device, takes_ns = cluster.devices[span.device], launch_ns(span.device)[span.op]
+        if received_ns:
+            # The first that reads it there is the one for which it was sent.
+            inputs = ((tensor, span.device) for tensor in graph.op_inputs[span.op])
+            takes_ns += sum(received_ns.pop(row, 0) for row in inputs)
         if takes_ns:
             start_ns = free[device.host] if device.launches_ahead else span.start_ns
             free[device.host] = start_ns + takes_ns

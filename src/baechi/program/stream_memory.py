@@ -26,8 +26,7 @@ from baechi.placers.placer import Placer
 from baechi.placers.solving import solve
 from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
 from baechi.program.compilation import compile_program, instant_ops
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Place, Program, Run, Wait
 from baechi.records.placement import Placement, Schedule, Span, Transfer

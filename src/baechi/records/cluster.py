@@ -1,14 +1,18 @@
-"""Devices, links, clusters and topologies: the *free* capacity of machines, as plain numbers."""
+"""Devices, links, clusters and topologies: the *free* capacity of machines, as plain numbers.
+
+And the constraints on placements there besides memory.
+"""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
 from baechi.validation import (
+    FrozenDict,
     check_choice,
     check_count,
     check_is,
@@ -22,6 +26,9 @@ PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
 # The thread that launches for all GPUs of a process.
 HOST: Final = "python"
+# What a tensor handed over to a GPU takes of that thread: an event recorded, a stream that waits, a
+# copy launched, each as long as a launch is taken to be. A guess until hardware confirms it.
+HANDOVER_NS: Final = 15_000
 # The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
 
@@ -41,8 +48,8 @@ class Device:
         host: Devices of one non-empty host share the thread, or the lock, that launches their ops:
             each takes `Op.launch_ns` of it.
         launches_ahead: Whether the host may launch an op long before it starts, as on streams of
-            GPUs. Else a launch is the first part of its op, as on CPUs, whose workers share
-            Python's lock.
+            GPUs; then it also does the work of what the device receives (`Link.overhead_ns`). Else
+            a launch is the first part of its op, as on CPUs, whose workers share Python's lock.
 
     Raises:
         InputError: An empty name, memory that cannot be read or is negative, a speed that is not
@@ -78,8 +85,9 @@ class Link:
         latency_ns: Time of an empty transfer.
         bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
         overhead_ns: Time that the receiving device itself is busy with each transfer, whatever its
-        size: the op that needs it first takes that much longer. Unlike latency, it cannot be
-            hidden behind other work.
+            size: the op that needs it first takes that much longer. Unlike latency, it cannot be
+            hidden behind other work. Where the device has a host that launches ahead, it is that
+            host's time instead, before the op's launch.
 
     Raises:
         InputError: The latency or the overhead is negative, or the rate is not finite and at least
@@ -324,3 +332,57 @@ def _check_devices(group: Any) -> tuple[Device, ...]:
             )
     check_choice(group.ports, PORTS, "ports")
     return devices
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Constraints on the placements of a graph on a cluster, written with names.
+
+    Ops of one group share a device, so what holds for an op holds for its group. A name is an op's;
+    where no op has it, a group's. Names are looked up when the constraints meet a graph and a
+    cluster, in `solve` and `simulate`.
+
+    Attributes:
+        pins: Op or group to the device where it must run.
+        forbidden: Op or group to the devices where it must not.
+        excluded: Devices that must stay empty.
+        max_devices: Maximum number of devices in use; `None` is no limit.
+        margins: Device to bytes of its memory that stay free; a string such as `"1GiB"` is read at
+            construction. The margin of a pool is the largest of its devices'.
+
+    Raises:
+        InputError: A name is empty, a margin negative, `max_devices` below 1, or a list of devices
+            is a string.
+    """
+
+    pins: Mapping[str, str] = field(default_factory=FrozenDict)
+    forbidden: Mapping[str, tuple[str, ...]] = field(default_factory=FrozenDict)
+    excluded: tuple[str, ...] = ()
+    max_devices: int | None = None
+    margins: Mapping[str, int] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, str, Callable[[Any, str], Any], str], ...] = (
+            ("pins", "a pinned op", check_name, "the device of pin {!r}"),
+            ("forbidden", "an op with forbidden devices", _names, "forbidden[{!r}]"),
+            ("margins", "a device with a margin", parse_bytes, "margin of device {!r}"),
+        )
+        for attribute, key, check, entry in checks:
+            rows = getattr(self, attribute)
+            if not isinstance(rows, Mapping):
+                kind = type(rows).__name__
+                raise InputError(f"{attribute} is {rows!r}, a {kind}; give a mapping by name.")
+            known = {check_name(n, key): check(row, entry.format(n)) for n, row in rows.items()}
+            object.__setattr__(self, attribute, FrozenDict(known))
+        object.__setattr__(self, "excluded", _names(self.excluded, "excluded"))
+        if self.max_devices is not None:
+            count = check_positive(self.max_devices, "max_devices")
+            object.__setattr__(self, "max_devices", count)
+
+
+def _names(value: Any, what: str) -> tuple[str, ...]:
+    """Device names, sorted, without repetition."""
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
+        raise InputError(f"{what} is {value!r}; give a list of device names.")
+    return tuple(sorted({check_name(name, f"a device of {what}") for name in value}))

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import HOST, MAX_DEVICES, Cluster, Device, Link, check_positive_float
+from baechi.records.cluster import (
+    HANDOVER_NS,
+    HOST,
+    MAX_DEVICES,
+    Cluster,
+    Device,
+    Link,
+    check_positive_float,
+)
 from baechi.units import parse_bytes
 from baechi.validation import (
     FrozenDict,
@@ -304,7 +312,8 @@ def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
 def cluster(text: str, link: Link) -> Cluster:
     """Equal devices of a kind, such as `"8xH100-SXM-80GB"`, each pair joined by `link`.
 
-    Each has the kind's memory less what its context takes.
+    Each has the kind's memory less what its context takes. Between GPUs a link without an overhead
+    gets `HANDOVER_NS`.
 
     Raises:
         InputError: The text is not a count, an `x`, and a known kind.
@@ -317,6 +326,8 @@ def cluster(text: str, link: Link) -> Cluster:
     place = "cpu" if row.name == "cpu" else "cuda"
     free_bytes = row.memory_bytes - row.context_bytes
     host = "" if place == "cpu" else HOST
+    if host and link.overhead_ns == 0:
+        link = replace(link, overhead_ns=HANDOVER_NS)
     devices = [Device(f"{place}:{i}", free_bytes, kind=row.name, host=host) for i in range(count)]
     return Cluster.connected(devices, link)
 

@@ -1,7 +1,7 @@
 """The figures of a plan that all reports share."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, final
@@ -117,11 +117,19 @@ class Plan:
 
     @cached_property
     def unlaunched_ns(self) -> int:
-        """The step if no launch took time."""
+        """The step if nothing took a host's time."""
         if not any(self.launches.values()):
             return self.schedule.makespan_ns
+        ahead = [bool(row.host) and row.launches_ahead for row in self.cluster.devices]
         devices = tuple(replace(device, host="") for device in self.cluster.devices)
-        cluster = replace(self.cluster, devices=devices)
+        links = tuple(
+            tuple(
+                replace(link, overhead_ns=0) if link and free else link
+                for link, free in zip(row, ahead, strict=True)
+            )
+            for row in self.cluster.links
+        )
+        cluster = replace(self.cluster, devices=devices, links=links)
         return simulate(self.graph, cluster, self.placement).makespan_ns
 
     @property
@@ -158,6 +166,17 @@ def percent(share: float) -> str:
     return "over" if share == float("inf") else f"{share:.0%}"
 
 
+def outlook(schedule: Schedule, cluster: Cluster, placed_on: Sequence[int]) -> str:
+    """Predicted time and memory of a step, in one line; `placed_on` has the device of every op."""
+    used, n = len(set(placed_on)), len(cluster.devices)
+    where = f"{used} of {n} devices" if n > 1 else cluster.devices[0].name
+    rows = list(zip(schedule.peak_bytes, cluster.devices, strict=True))
+    peak, device = max(rows, key=lambda row: row[0] / (row[1].memory_bytes or 1))
+    room = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}"
+    step = format_ns(schedule.makespan_ns)
+    return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
+
+
 def summary(plan: Plan) -> tuple[str, ...]:
     """The plan in a few sentences: its time, its fullest device, its transfers."""
     schedule = plan.schedule
@@ -189,11 +208,16 @@ def _launching(plan: Plan) -> list[str]:
     busy_ns = {h: sum(r.end_ns - r.start_ns for r in rows) for h, rows in plan.launches.items()}
     host = max(busy_ns, key=lambda name: busy_ns[name])
     fewer = ", or fewer devices" if len(set(plan.placement.devices)) > 1 else ""
+    ways = (
+        "Fewer or longer operators end that: "
+        f'place(..., cuda_graphs="auto") or compile=True, a larger batch{fewer}.'
+    )
+    if 2 * sum(op.launch_ns for op in plan.graph.ops) < sum(busy_ns.values()):
+        ways = "Most of it hands tensors over: a larger batch or fewer devices end that."
     return [
         f"The step is bound by launches: host {host} is busy with them for "
         f"{format_ns(busy_ns[host])}, and if they took no time a step would take "
-        f"{format_ns(plan.unlaunched_ns)}. Fewer or longer operators end that: "
-        f'place(..., cuda_graphs="auto") or compile=True, a larger batch{fewer}.'
+        f"{format_ns(plan.unlaunched_ns)}. {ways}"
     ]
 
 

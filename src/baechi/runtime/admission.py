@@ -22,8 +22,7 @@ from baechi.costs.estimation import estimate, rescaled
 from baechi.errors import InputError
 from baechi.problem.simulation import overflows
 from baechi.program.stream_memory import Gpus, scheduled
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement, Schedule

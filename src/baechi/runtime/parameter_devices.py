@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute

@@ -10,6 +10,7 @@ and the random state are put back, whatever ends the steps, Ctrl-C too.
 
 import contextlib
 import gc
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,21 +23,28 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from baechi.costs.profile_cache import Conditions, Measured, ProfileStore
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_devices import torch_threads
+from baechi.torch_support.torch_devices import device_kind, hardware, torch_threads
 from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import gradients_kept, notes_kept
+from baechi.units import format_ns
 from baechi.validation import check_positive
 
 _WARM_UP: Final = 2
 # Workers meet in another order in each step, and so do their peaks.
 _METERED: Final = 2
+_ROUNDS: Final = 3
+_MOST_STEPS: Final = 5  # of one round
+_ROUND_NS: Final = 500_000_000  # steps of a round take about as long, or there is one
+_GAIN: Final = 0.02  # less is taken for noise, and the prediction holds
+_METHOD: Final = 1  # changes with what is measured
 
 Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
@@ -263,3 +271,72 @@ def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Measured times of a step: split as placed, and on the best single device."""
+
+    split_ns: int
+    single_ns: int
+
+    @property
+    def prefers_split(self) -> bool:
+        """True if one device is not clearly faster."""
+        return self.single_ns >= self.split_ns * (1 - _GAIN)
+
+    def __str__(self) -> str:
+        kept = "the split" if self.prefers_split else "one device"
+        return (
+            f"measured: {format_ns(self.split_ns)} a step as split, {format_ns(self.single_ns)} on "
+            f"one device; {kept} is kept (guard=False takes the predicted one)"
+        )
+
+
+def compare(split: Executable, single: Executable) -> Comparison:
+    """The steps of both, from the store of costs or measured; nothing of the steps stays."""
+    conditions, keys = _conditions(split), [_key(split), _key(single)]
+    with ProfileStore() as store:
+        known = [store.find(key, conditions) for key in keys]
+        if known[0] is not None and known[1] is not None:
+            return Comparison(known[0].forward_ns, known[1].forward_ns)
+        samples: tuple[list[int], list[int]] = ([], [])
+        for _ in range(_ROUNDS):
+            for special, row in zip((split, single), samples, strict=True):
+                special.settle()
+                row.extend(step_times(special, _steps(special)))
+        medians = [int(statistics.median(row)) for row in samples]
+        for key, step_ns in zip(keys, medians, strict=True):
+            store.keep(key, conditions, Measured(step_ns))
+    return Comparison(*medians)
+
+
+def _steps(special: Executable) -> int:
+    schedule = special.schedule
+    predicted_ns = 0 if schedule is None else schedule.makespan_ns
+    return max(1, min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns)))
+
+
+def _key(special: Executable) -> str:
+    """The operators, with shapes and constants, and the device of each."""
+    text = "\n".join(
+        (
+            special.traced.digest,
+            " ".join(map(str, special.placement.devices)),
+            " ".join(map(str, special.placement.order)),
+        )
+    )
+    return f"step {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _conditions(special: Executable) -> Conditions:
+    places: Sequence[torch.device] = special.places
+    return Conditions(
+        kind=", ".join(map(device_kind, places)),
+        hardware=", ".join(dict.fromkeys(map(hardware, places))),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        settings="a step",
+        method=_METHOD,
+    )

@@ -24,8 +24,7 @@ from baechi.placers.placer import shortest, smallest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
-from baechi.records.cluster import Cluster
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room

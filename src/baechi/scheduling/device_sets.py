@@ -19,8 +19,7 @@ import numpy as np
 from baechi.errors import InputError
 from baechi.problem.problem_arrays import LIMIT, Problem
 from baechi.problem.simulation import replay
-from baechi.records.cluster import Cluster, Device, Topology
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints, Device, Topology
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import Room
 from baechi.scheduling.request import Wish

@@ -6,8 +6,7 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.placers.auto import check_effort
-from baechi.records.cluster import LEVELS
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import LEVELS, Constraints
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import PROFILES, Room, check_share
 from baechi.scheduling.snapshot import Site

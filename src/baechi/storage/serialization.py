@@ -26,8 +26,7 @@ from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
 
 from baechi.errors import FormatError, InputError
-from baechi.records.cluster import Cluster, Device, Link, Topology
-from baechi.records.constraints import Constraints
+from baechi.records.cluster import Cluster, Constraints, Device, Link, Topology
 from baechi.records.device_kinds import Calibration
 from baechi.records.graph import Op, OpGraph, Phase, Tensor
 from baechi.records.instructions import Program

@@ -5,12 +5,14 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from baechi.errors import InputError
+from baechi.records.cluster import Cluster
 from baechi.units import parse_bytes
 
 # Where the system does not report it: the least that server processors have.
@@ -91,6 +93,15 @@ def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:
 def device_kind(device: torch.device) -> str:
     """The hardware kind, for `Device.kind` and `OpGraph.times`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def with_kinds(cluster: Cluster) -> Cluster:
+    """The cluster with missing kinds filled in from the hardware, as keys for costs."""
+    rows = (
+        row if row.kind else replace(row, kind=device_kind(torch_device(row.name)))
+        for row in cluster.devices
+    )
+    return replace(cluster, devices=tuple(rows))
 
 
 def hardware(device: torch.device) -> str:

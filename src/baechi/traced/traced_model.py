@@ -224,9 +224,12 @@ def _ops(
     ops, training = traced.ops, structure.is_training
     graded = graded_owners(traced) if training else frozenset()
     late = _late_gradients(traced) if training else {}
-    sent = Counter[int]()
+    added = _added_gradients(traced) if training else {}
+    sent, came = Counter[int](), Counter[int]()
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
+        if tensor.producer >= structure.n_forward:
+            came.update(dict.fromkeys(tensor.consumers, tensor.nbytes))
     again = {op for unit in structure.units.values() for op in unit}
     times = zip(op_times(structure, costs), op_times(structure, costs, "launch_ns"), strict=True)
     for index, (row, (time_ns, launch_ns)) in enumerate(zip(structure.ops, times, strict=True)):
@@ -243,8 +246,13 @@ def _ops(
             (own,) = row.forward
             # A shared parameter's gradient of this op, and its sum with that so far.
             workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            # At its end what came has gone, and a gradient of it is added to another reader's.
+            workspace = max(workspace, added.get(own, 0) - came[index])
             late_bytes = late.get(own, 0)
             reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+        elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
+            scalars = (tensor.nbytes for tensor in traced.tensors if _is_own_loss(tensor))
+            persistent = max(scalars, default=0)
         yield replace(
             row,
             time_ns=time_ns,
@@ -317,6 +325,10 @@ def _mirror(
     ]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None, phase="loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
+
+
+def _is_own_loss(tensor: TracedTensor) -> bool:
+    return tensor.scalar and tensor.kept and tensor.differentiable
 
 
 def _enters_loss(traced: TracedOperators, tensor: TracedTensor) -> bool:
@@ -412,6 +424,20 @@ def _late_gradients(traced: TracedOperators) -> dict[int, int]:
             if readers <= all_after(last) and last in late:
                 late[last] += nbytes
     return late
+
+
+def _added_gradients(traced: TracedOperators) -> dict[int, int]:
+    """The largest gradient that each forward op's backward makes and that is added to another."""
+    largest: dict[int, int] = {}
+    for tensor in traced.tensors:
+        readers = traced.differentiated.intersection(tensor.consumers)
+        if not tensor.differentiable or len(readers) + tensor.kept < 2:
+            continue
+        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        for op, nbytes in zip(tensor.consumers, sizes, strict=True):
+            if op in readers:
+                largest[op] = max(largest.get(op, 0), nbytes)
+    return largest
 
 
 def _own_bytes(op: TracedOp) -> int:

@@ -130,6 +130,12 @@ class Call:
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
 
 
+def own_objects(model: nn.Module, call: Call) -> Call:
+    """The call with objects that are not the caller's, which shall not change."""
+    args, kwargs = call.structure.fill(call.tensors)
+    return replace(call, objects=canonical_call(model, args, kwargs).objects)
+
+
 def changes(before: Call, now: Call) -> list[str]:
     """What is new in the arguments of a call: `timestep is 450 (was 540)`."""
     if before.structure.form != now.structure.form:

@@ -250,6 +250,7 @@ class Lowering:
         for op, nodes in enumerate(self._parts.nodes_of_op):
             facts = [self._facts.nodes[node] for node in nodes]
             saved = dict.fromkeys(s for fact in facts for s in fact.saved)
+            saved.update(dict.fromkeys(self._given(nodes)))
             own = owned[op]
             anchor = self._anchor(nodes)
             name = _unique(op_name(anchor), names)
@@ -273,6 +274,12 @@ class Lowering:
                 )
             )
         return tuple(ops)
+
+    def _given(self, nodes: Sequence[fx.Node]) -> Iterator[int]:
+        """What the caller gives with a gradient: it is kept, to see whether he writes it since."""
+        for argument in (argument for node in nodes for argument in node.all_input_nodes):
+            if argument.op == "placeholder":
+                yield from (v.storage for v in self._parts.values(argument) if v.requires_grad)
 
     def saved_inside(self, tensor_of: Mapping[int, int]) -> list[int]:
         """Bytes that autograd saves of each operator besides tensors between operators."""

@@ -1,4 +1,4 @@
-"""Rules for what may be captured as a CUDA graph, decided before anything runs.
+"""Rules for what may be captured as a CUDA graph, decided before anything runs; and its launches.
 
 Nothing in a graph may wait for the host, take its size from values, or write outside of the graph's
 own memory. A tape that the rules miss fails at its capture, and then runs eagerly, too.
@@ -8,6 +8,7 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (const
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from baechi.errors import InputError
+from baechi.records.cluster import Cluster
+from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.tracing.fx_nodes import op_name, operator_name
@@ -42,6 +45,30 @@ _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 # Of a tape that only passes on what it is given; that is no reason to refuse a placement.
 LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
+# What the graph of a tape takes of the launching thread, forward or backward: as much as two
+# operators. A guess until hardware confirms it.
+GRAPH_LAUNCH_NS: Final = 10_000
+
+
+def tape_costs(profile: Profile) -> Profile:
+    """The costs of operators in CUDA graphs, which take no launch of their own."""
+    costs = (replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs)
+    return replace(profile, costs=tuple(costs))
+
+
+def tape_links(cluster: Cluster) -> Cluster:
+    """The cluster where what a host hands over begins a tape, which is launched with it."""
+    hosted = [bool(row.host) and row.launches_ahead for row in cluster.devices]
+    links = tuple(
+        tuple(
+            replace(link, overhead_ns=link.overhead_ns + GRAPH_LAUNCH_NS)
+            if link and by_host
+            else link
+            for link, by_host in zip(row, hosted, strict=True)
+        )
+        for row in cluster.links
+    )
+    return replace(cluster, links=links)
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:

@@ -1,0 +1,193 @@
+"""Memory of gradients that autograd holds while other operators go backward.
+
+The step graph has a gradient from each reader's backward to the producer's, as large as what was
+read. Autograd goes backward node by node, in the reverse of the program, and holds more:
+
+    a part of a tensor      its gradient becomes one of the whole tensor where the part was taken:
+                            in a loop over time, long before the tensor's own operator
+    a sum of such           the old sum, what is added and the new one are there together
+    cat, stack              their inputs' gradients are parts of one tensor, which stays until the
+                            last of them is used
+
+Both are counted for all operators whose nodes lie between. Which of them share a device is not
+known; so where they are apart this is more than is held, and never less.
+
+Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from math import prod
+from typing import Final, NamedTuple, final
+
+from torch import fx
+
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Value
+from baechi.tracing.fx_nodes import operator_name
+
+_JOINS: Final = frozenset({"cat", "concat", "stack"})
+# They give the gradient that they get to what they read.
+_HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias"}
+
+
+class Held(NamedTuple):
+    """Bytes beside an operator's backward: while it runs, and at its end.
+
+    The backward of one that joins takes `least_ns`, though it has no kernel: what takes no time has
+    nothing beside what it makes, but a part that leaves its tape is copied beside the whole.
+    """
+
+    running: int = 0
+    ending: int = 0
+    least_ns: int = 0
+
+    def with_own(self, workspace_bytes: int) -> int:
+        """Scratch of a backward with these: its own is gone at its end."""
+        return self.running + max(workspace_bytes, self.ending)
+
+
+def held_gradients(traced: Traced) -> list[Held]:
+    """What is held beside the backward of every operator of a trace, in this process."""
+    graph = _Gradients(traced)
+    graph.add_parts()
+    graph.add_joins()
+    rows = [Held(least_ns=int(op in graph.joining)) for op in range(len(traced.ops))]
+    for running, ending, op in zip(graph.running, graph.ending, graph.ops, strict=True):
+        row = rows[op]
+        rows[op] = Held(max(row.running, running), max(row.ending, ending), row.least_ns)
+    return rows
+
+
+@final
+@dataclass
+class _Gradients:
+    """The flat graph of a trace, as its backward goes over it.
+
+    Attributes:
+        ops: The operators of the nodes that compute, in program order.
+        running, ending: As in `Held`, for each.
+        joining: The operators that join.
+    """
+
+    traced: Traced
+
+    def __post_init__(self) -> None:
+        module = self.traced.module
+        self._facts = module.facts.nodes
+        self._place = {node: i for i, node in enumerate(module.graph_module.graph.nodes)}
+        self._users = {
+            node: [self._place[user] for user in node.users if self._is_graded(user)]
+            for node in self._place
+        }
+        # Nodes that compute, in program order, with their operators.
+        rows = sorted(
+            (self._place[node], op)
+            for op in self.traced.differentiated
+            for node in module.nodes[op]
+            if self._viewed(node) is None
+        )
+        self._positions = [place for place, _ in rows]
+        self.ops = [op for _, op in rows]
+        self.running = [0] * len(rows)
+        self.ending = [0] * len(rows)
+        self.joining = {
+            op
+            for op in self.traced.differentiated
+            if any(operator_name(node) in _JOINS for node in module.nodes[op])
+        }
+
+    def add_parts(self) -> None:
+        """Add gradients of whole tensors that come from parts of them."""
+        taken: dict[fx.Node, list[int]] = {}
+        for node, place in self._place.items():
+            base = self._viewed(node)
+            if base is None or not self._is_graded(node) or len(self._values(base)) != 1:
+                continue
+            if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
+                taken.setdefault(base, []).append(place)
+        for base, places in taken.items():
+            nbytes = self._nbytes(base)
+            between = self._between(self._place[base] + 1, places[-1])
+            if not between:
+                continue  # the operator's own backward was measured with them
+            for rank in between:
+                self.running[rank] += nbytes
+            for place in places:
+                rank = bisect_right(self._positions, place)
+                if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
+                    total = nbytes if place == places[-1] else 2 * nbytes
+                    self.ending[rank] = max(self.ending[rank], total)
+
+    def add_joins(self) -> None:
+        """Add gradients of joined tensors, of which the graph has the parts.
+
+        There they are beside the tensor whose parts they are. So it is held without being counted
+        only where more has come since than it is large: gradients of parameters, and what goes in
+        and out of an operator.
+        """
+        flow = self._flow()
+        inner: set[fx.Node] = set()
+        for node, place in reversed(self._place.items()):
+            if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
+                continue
+            parts = [source for source in node.all_input_nodes if self._is_graded(source)]
+            last = min(self._last_use(source, place, inner) for source in parts)
+            # Of those that keep it one at least is here, and in the graph.
+            nbytes, least = self._nbytes(node), min(map(self._nbytes, parts))
+            come, seen = 0, set[int]()
+            for rank in reversed(self._between(last, place - 1)):
+                op = self.ops[rank]
+                come += 0 if op in seen else self.traced.ops[op].trained_bytes
+                seen.add(op)
+                self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes - least)
+
+    def _between(self, first: int, last: int) -> range:
+        """The ranks of nodes that compute from one position to another."""
+        return range(bisect_left(self._positions, first), bisect_right(self._positions, last))
+
+    def _flow(self) -> list[int]:
+        """Bytes of the gradients that come to each operator and leave it."""
+        flow = [0] * len(self.traced.ops)
+        for tensor in self.traced.tensors:
+            if tensor.differentiable:
+                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+                for op, nbytes in zip(tensor.consumers, sizes, strict=True):
+                    flow[op] += nbytes
+                    flow[tensor.producer] += nbytes
+        return flow
+
+    def _last_use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> int:
+        """The position down to which a reader's gradient of a node is held."""
+        place, base = self._place[node], self._viewed(node)
+        others = [other for other in self._users[node] if other != reader]
+        if others:  # it is added to theirs
+            return min(max(others), reader)
+        if base is not None and len(self._values(base)) > 1:  # one of several results
+            return self._place[base]
+        if base is not None and self._nbytes(node) >= self._nbytes(base):
+            return self._last_use(base, place, joins)
+        if base is None and operator_name(node) in _HAND_ON:
+            joins.add(node)
+            sources = filter(self._is_graded, node.all_input_nodes)
+            return min((self._last_use(one, place, joins) for one in sources), default=place)
+        return 0 if node.op in ("placeholder", "get_attr") else place
+
+    def _viewed(self, node: fx.Node) -> fx.Node | None:
+        """What a node is a view of, if it computes nothing."""
+        mine = {value.storage for value in self._values(node)}
+        if node.op in ("placeholder", "get_attr", "output") or not mine or self._facts[node].writes:
+            return None
+        for source in node.all_input_nodes:
+            if mine <= {value.storage for value in self._values(source)}:
+                return source
+        return None
+
+    def _values(self, node: fx.Node) -> tuple[Value, ...]:
+        return self._facts[node].values if node in self._facts else ()
+
+    def _is_graded(self, node: fx.Node) -> bool:
+        return node.op == "output" or any(value.requires_grad for value in self._values(node))
+
+    def _nbytes(self, node: fx.Node) -> int:
+        return sum(prod(value.shape) * value.dtype.itemsize for value in self._values(node))
