@@ -63,12 +63,6 @@ def measure_steps(executable: Executable, metered: Metered, steps: int) -> Measu
     return Measurement(int(statistics.median(samples)), peaks, samples, moved)
 
 
-def step_times(executable: Executable, steps: int) -> tuple[int, ...]:
-    """Times of steps in ns, after some that are not counted."""
-    with _running(executable) as run:
-        return run.times(steps)
-
-
 @contextlib.contextmanager
 def _running(executable: Executable) -> Iterator["_Steps"]:
     """Steps on copies of the call's tensors, of which nothing stays."""
@@ -152,10 +146,10 @@ class _Steps:
     gradients: list[torch.Tensor] | None = None  # of the outputs
     inputs: tuple[torch.Tensor, ...] = ()
 
-    def times(self, steps: int) -> tuple[int, ...]:
+    def times(self, steps: int, warm_up: int = _WARM_UP) -> tuple[int, ...]:
         """Of so many steps, after some to warm up."""
         clock = _Clock(self.executable.places)
-        for _ in range(_WARM_UP + self.executable.warm_up):
+        for _ in range(warm_up + self.executable.warm_up):
             self.step(clock.reading, None)
         return tuple(self.step(clock.reading, None) for _ in range(steps))
 
@@ -302,20 +296,17 @@ def compare(split: Executable, single: Executable) -> Comparison:
         if known[0] is not None and known[1] is not None:
             return Comparison(known[0].forward_ns, known[1].forward_ns)
         samples: tuple[list[int], list[int]] = ([], [])
-        for _ in range(_ROUNDS):
+        predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
+        steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
+        for _ in range(_ROUNDS if steps else 1):  # of long steps one each
             for special, row in zip((split, single), samples, strict=True):
                 special.settle()
-                row.extend(step_times(special, _steps(special)))
+                with _running(special) as run:
+                    row.extend(run.times(max(1, steps), warm_up=1))
         medians = [int(statistics.median(row)) for row in samples]
         for key, step_ns in zip(keys, medians, strict=True):
             store.keep(key, conditions, Measured(step_ns))
     return Comparison(*medians)
-
-
-def _steps(special: Executable) -> int:
-    schedule = special.schedule
-    predicted_ns = 0 if schedule is None else schedule.makespan_ns
-    return max(1, min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns)))
 
 
 def _key(special: Executable) -> str:
