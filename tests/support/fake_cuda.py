@@ -198,6 +198,5 @@ def driver_too_old(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> None:
         )
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

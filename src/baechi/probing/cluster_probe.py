@@ -24,13 +24,7 @@ from baechi.probing.link_probe import (
     lane_ns,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
-from baechi.torch_support.torch_devices import (
-    blas_bytes,
-    device_kind,
-    torch_device,
-    unusable_gpus,
-    usable_gpus,
-)
+from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device, usable_gpus
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
@@ -171,8 +165,8 @@ def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> 
 def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     """(name or device, capacity or None) of every requested device."""
     if devices is None:
-        n = usable_gpus()
-        if n == 0 and (reason := unusable_gpus()):
+        n, reason = usable_gpus()
+        if reason:
             warnings.warn(f"CPU used: {reason}, or name the devices.", stacklevel=4)
         return [(f"cuda:{i}", None) for i in range(n)] or [("cpu:0", None)]
     if isinstance(devices, str | torch.device | Device):

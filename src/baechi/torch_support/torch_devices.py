@@ -2,7 +2,6 @@
 
 import platform
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,10 +33,10 @@ def torch_device(name: str | torch.device) -> torch.device:
             "with a suffix ('cuda:0/a') for several logical devices on one."
         ) from None
     if device.type == "cuda":
-        n = usable_gpus()
-        if n == 0 and (reason := unusable_gpus()):
+        n, reason = usable_gpus()
+        if reason:
             raise InputError(f"device {str(name)!r} cannot be used: {reason}, or use 'cpu:0'.")
-        if (device.index is not None and device.index >= n) or n == 0:
+        if (device.index or 0) >= n:
             have = f"only {n} CUDA device(s)" if n else "no CUDA device"
             raise InputError(
                 f"device {str(name)!r} is not there: torch sees {have}. "
@@ -49,40 +48,23 @@ def torch_device(name: str | torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def usable_gpus() -> int:
-    """How many GPUs torch can run on.
-
-    `torch.cuda.device_count` asks the driver's management library (NVML), which also counts those
-    of a driver that is too old for the CUDA that torch was built with.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, once in a process: `unusable_gpus` has it
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def unusable_gpus() -> str:
-    """Why torch cannot run on the GPUs that there are, and the remedy; empty if there are none."""
-    n = torch.cuda.device_count()
-    if n == 0:
-        return ""
+def usable_gpus() -> tuple[int, str]:
+    """How many GPUs torch can run on; and why not, with the remedy, if there are others."""
+    n = torch.cuda.device_count()  # it asks NVML, which counts those of too old a driver, too
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        reason = "CUDA is not available"
+        if n:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        reason = (
-            next(iter(str(error).splitlines()), type(error).__name__).split(". ")[0].rstrip(".")
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        file = Path("/proc/driver/nvidia/version")
+        found = re.search(r" (\d+\.[\d.]+) ", file.read_text() if file.exists() else "")
+        return 0, (
+            f"the driver (version: {found[1] if found else 'unknown'}) has {n} CUDA device(s), but "
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot run on them "
+            f"({reason}). Update the driver (CUDA 13 needs 580, CUDA 12 525), install a torch for "
+            "an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126)"
         )
-    driver = "an unknown version"
-    with suppress(OSError):  # no driver, or not on Linux
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r" (\d+\.[\d.]+) ", text)
-        driver = found[1] if found else driver
-    return (
-        f"the driver (version: {driver}) has {n} CUDA device(s), but torch {torch.__version__}, "
-        f"built for CUDA {torch.version.cuda}, cannot run on them ({reason}). Update the driver "
-        "(CUDA 13 needs 580 or newer, CUDA 12 needs 525), install a torch for an older CUDA "
-        "(pip install torch --index-url https://download.pytorch.org/whl/cu126)"
-    )
+    return n, ""
 
 
 def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.torch_support.torch_internals import OpOverload, writes_arguments
+from baechi.torch_support.torch_internals import OpOverload
 
 # Beginnings of lines of a stack in torch and in what watches it here.
 _NOT_THE_MODELS: Final = tuple(f'File "{Path(file).parent}' for file in (torch.__file__, __file__))
@@ -156,10 +156,9 @@ SAME_LAYOUT: Final = frozenset(
 def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
     """The module, changed in place: it runs where kernels lay out their results in another way.
 
-    `x.contiguous()` leaves no node where x was contiguous when it was traced, and of attention or a
-    convolution that depends on the kernel, so on device, type and sizes (pytorch/pytorch#186381).
-    There `view` becomes `reshape`: the same view where there can be one, else that of the copy.
-    What is written to later stays a view, since a write into a copy would be lost.
+    `x.contiguous()` leaves no node where x was contiguous in the trace, which depends on the kernel
+    that made x (pytorch/pytorch#186381). There `view` becomes `reshape`: the same view where there
+    can be one. What is written to later stays a view: a write into a copy would be lost.
     """
     for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
         makers: dict[fx.Node, fx.Node] = {}  # of the memory of a node's value
@@ -172,7 +171,10 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
                 given = maker.op == "get_attr" or (maker.op == "placeholder" and part is module)
                 if not given and operator_name(maker) not in SAME_LAYOUT:
                     node.target = _ATEN.reshape.default
-            written.update(makers[value] for value in _written(node))
+            if isinstance(node.target, OpOverload):
+                rows = zip(node.target._schema.arguments, node.args, strict=False)
+                targets = [v for row, v in rows if row.alias_info and row.alias_info.is_write]
+                written.update(makers[v] for v in _flat(targets) if isinstance(v, fx.Node))
         part.recompile()
     return module
 
@@ -183,16 +185,6 @@ def _is_view(node: fx.Node) -> bool:
         return node.target is operator.getitem
     returns = node.target._schema.returns
     return bool(returns and returns[0].alias_info is not None and node.all_input_nodes)
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes to."""
-    found: list[fx.Node] = []
-    if isinstance(node.target, OpOverload) and writes_arguments(node.target):
-        for row in node.target._schema.arguments:
-            if row.alias_info is not None and row.alias_info.is_write:
-                fx.node.map_arg(node_arguments(node)[row.name], found.append)
-    return found
 
 
 _END: Final = sys.maxsize  # of a slice without one

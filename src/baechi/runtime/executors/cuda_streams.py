@@ -94,11 +94,8 @@ class CudaExecutor:
 
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
-    because their peaks must not depend on how threads meet. With `graphs`, tapes run as CUDA
-    graphs.
-
-    Calls from several threads take turns, but a GPU's thread of autograd waits for no other: a step
-    goes backward inside of another, or beside it, with events of its own.
+    because their peaks must not depend on how threads meet. Calls from several threads take turns,
+    but a GPU's thread of autograd waits for no other. With `graphs`, tapes run as CUDA graphs.
     """
 
     def __init__(
@@ -139,6 +136,7 @@ class CudaExecutor:
             # one with several lanes, submodules that stay whole give them where they run. That
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        self._lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
         self._awaited: list[Event] = [
             (number, row.lane, row.position)
             for number, phase in enumerate(program.phases)
@@ -164,7 +162,7 @@ class CudaExecutor:
         Raises:
             ExecutionError: An operator failed.
         """
-        with self._turn(step) as alone, self._own_events() as events:
+        with self._turn(step) as (alone, events):
             run: _StepRun = self._begun(step, alone) if phase == 0 else step.own
             run.events = events
             run.held.wake()
@@ -196,8 +194,8 @@ class CudaExecutor:
             run.held.rest()
 
     @contextlib.contextmanager
-    def _turn(self, step: Step) -> Iterator[bool]:
-        """Wait until no other thread runs a step; false if one does, for which nothing may wait.
+    def _turn(self, step: Step) -> Iterator[tuple[bool, Events]]:
+        """Whether no other thread runs a step, and events that no other step uses meanwhile.
 
         Who runs a step waits in it for the threads of autograd of other GPUs. If one of these
         waited in turn, to take another step backward, neither would go on.
@@ -205,23 +203,16 @@ class CudaExecutor:
         alone = self._busy.acquire(blocking=not self._gpus or backward_id() < 0)
         self._running.append(step)
         try:
-            yield alone
-        finally:
-            self._running.remove(step)
-            if alone:
-                self._busy.release()
-
-    @contextlib.contextmanager
-    def _own_events(self) -> Iterator[Events]:
-        """Events that no other step uses meanwhile: made once, and used again."""
-        try:
             events = self._spare.pop()
         except IndexError:
             events = {key: torch.cuda.Event() for key in self._awaited}  # type: ignore[no-untyped-call]
         try:
-            yield events
+            yield alone, events
         finally:
             self._spare.append(events)
+            self._running.remove(step)
+            if alone:
+                self._busy.release()
 
     def _begun(self, step: Step, alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
@@ -233,34 +224,23 @@ class CudaExecutor:
         return run
 
     def _is_captured(self) -> bool:
-        """True if the caller captures a graph, which cannot wait for outside events.
-
-        Of a GPU that is not used nothing is asked, since that would begin to use it.
-        """
-        for gpu in self._gpus:
+        """True if the caller captures a graph, which cannot wait for outside events."""
+        for gpu in self._gpus:  # of no other, since who asks begins to use it
             with torch.cuda.device(gpu):
                 if torch.cuda.is_current_stream_capturing():
                     return True
         return False
 
     def _ended(self, run: _StepRun) -> None:
-        """Note the end of a phase that shares streams or memory with the next.
-
-        A step that is under way has begun already, so its lanes wait here for what is copied.
-        """
+        """Note the end of a phase that shares streams or memory with the next."""
         if self._is_captured():
             return
-        lanes = self._lanes()
-        if run.graphs is not None or lanes:
+        if run.graphs is not None or self._lanes:
             for gpu in self._gpus:
                 end = self._ends.setdefault(gpu, torch.cuda.Event())  # type: ignore[no-untyped-call]
                 end.record(torch.cuda.current_stream(gpu))
-        if len(self._running) > 1 and self._gpus:
-            join(callers := self._callers(run), [*callers, *lanes])
-
-    def _lanes(self) -> list[torch.cuda.Stream]:
-        """The streams that steps share."""
-        return [stream for stream in (*self._own, *self._out.values()) if stream is not None]
+        if len(self._running) > 1 and self._gpus:  # others have begun: their lanes wait here
+            join(callers := self._callers(run), [*callers, *self._lanes])
 
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
@@ -390,16 +370,16 @@ class CudaExecutor:
         for gpu, event in () if self._is_captured() else self._ends.items():
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
-        lanes = self._lanes()
-        join(callers, [*callers, *lanes])
+        every = [*callers, *self._lanes]
+        join(callers, every)
         try:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
-                join([*callers, *lanes], [*callers, *lanes])
+                join(every, every)
             run.held.rest()  # the error may outlive this, and its traceback has the step
             raise
-        join([*callers, *lanes], [*callers, *lanes])
+        join(every, every)
 
 
 def room_of(
