@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import driver_too_old
 
 import baechi
 from baechi import Link
@@ -46,6 +47,34 @@ def test_capacities_names_devices_and_clusters_are_taken() -> None:
     assert by_value.devices[1].name == "cpu:1"
     assert baechi.probe(by_value) is by_value
     assert len(baechi.probe("cpu:0").devices) == 1
+
+
+def test_gpus_that_torch_cannot_run_on_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver_too_old(monkeypatch)
+    for device in ("cuda:0", "cuda:0/a", "cuda"):
+        with pytest.raises(baechi.InputError) as caught:
+            baechi.probe([device])
+        text = str(caught.value)
+        assert f"device {device!r} cannot be used" in text
+        assert "1 CUDA device(s)" in text
+        assert "built for CUDA 13.0" in text
+        assert "driver on your system is too old (found version 12020)" in text
+        assert "Update the driver" in text
+        assert "whl/cu126" in text
+
+
+def test_without_devices_gpus_that_torch_cannot_run_on_leave_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver_too_old(monkeypatch)
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    expected = model(x)
+    with pytest.warns(UserWarning, match=r"^CPU used: the driver .* too old.*Update") as caught:
+        placed = baechi.place(model, costs="estimate")
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
+    assert torch.equal(placed(x), expected)
+    assert [device.name for device in placed.cluster.devices] == ["cpu:0"]
 
 
 def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,18 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from placed import lazily, place_on
+from placed import lazily, place_on, rounded_to
 from recording import CpuRecorder
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import baechi
@@ -322,6 +324,49 @@ def test_recordings_are_made_anew_when_parameters_move_or_freeze() -> None:
         module.heads[0].bias.requires_grad_(False)
     train()
     assert len(ranks) > len(once) * 2
+
+
+def sdpa_math() -> AbstractContextManager[None]:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    with rounded_to("tf32", torch.backends.cuda.matmul):
+        yield
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("setting", [sdpa_math, tf32, deterministic])
+def test_recordings_are_of_the_kernels_that_torch_would_choose(
+    setting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    ranks: list[int] = []
+    placed = placed_at_random(Split(), (torch.randn(4, 8),), {}, 0, 2)
+    replaying(placed, ranks=ranks).most_shapes = 2
+
+    def train(calls: int) -> None:
+        for _ in range(calls):
+            sum(y.square().sum() for y in placed(torch.randn(4, 8))).backward()
+
+    train(WARM_UP + 1)
+    once = list(ranks)
+    assert once
+    with setting():
+        train(WARM_UP)
+        assert ranks == once
+        train(1)
+        assert ranks == once * 2
+    train(2)
+    assert ranks == once * 2  # those of before
 
 
 class Rows(nn.Module):

@@ -1,8 +1,11 @@
 """Lanes of a GPU, on the CPU: no kernel and no allocator comes before a wait that it needs."""
 
+import contextlib
 import copy
 import gc
+import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -174,38 +177,141 @@ def test_calls_from_one_stream_after_another_wait_for_what_is_still_read(
         torch.testing.assert_close(result, expected)
 
 
-def test_a_step_goes_backward_inside_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a GPU's thread of autograd waits for another GPU, and takes what comes first."""
+class Apart(nn.Module):
+    """Chains side by side that do not meet again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.first(x)
+        return [(x + number).neg().exp().neg().exp() for number in range(3)]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_step_goes_backward_inside_of_another(
+    threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU's thread of autograd waits for another GPU's, and that takes what comes first.
+
+    The first may be the same thread, or it waits for the other; the steps are of two streams.
+    """
     torch.manual_seed(0)
-    model, x = Chains(), torch.randn(2, 16)
-    (2 * model(x).sum()).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    placed = at_random(model, (x,), seed=6)
+    model, x = Apart(), torch.randn(2, 16, requires_grad=True)
+    leaves = [*model.parameters(), x]
+    expected = torch.autograd.grad(2 * torch.stack(model(x)).sum(), leaves)
+    traced = baechi.trace(model, (x,))
     found: list[str] = []
 
-    def both() -> None:
+    def both(seed: int, tape: int) -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        placed = again_at_random(traced, seed=seed, devices=4)
         with sanitized(monkeypatch) as sanitizer:
             on_streams(placed, graphs=False)
-            first, second = placed(x).sum(), [placed(x).sum()]
-            usual = TapeCode.backward
+            streams = [Stream(Gpu()), Stream(Gpu())]
+            losses = []
+            for stream in streams:
+                stream.wait_stream(sanitizer.current)
+                with torch.cuda.stream(stream):
+                    losses.append(torch.stack(placed(x)).sum())
+            usual, count = TapeCode.backward, itertools.count()
 
-            def interrupted(tape: TapeCode, step: Any) -> None:
-                usual(tape, step)
-                if second:
-                    second.pop().backward()
+            def other() -> None:
+                with sanitizer, torch.cuda.stream(streams[1]):
+                    losses[1].backward()
 
-            monkeypatch.setattr(TapeCode, "backward", interrupted)
-            first.backward()
+            def interrupted(code: TapeCode, step: Any) -> None:
+                usual(code, step)
+                if next(count) != tape:
+                    return
+                if not threads:
+                    losses[1].backward()
+                    return
+                thread = threading.Thread(target=other, daemon=True)
+                thread.start()
+                thread.join(10)
+                found.extend(["blocked"] * thread.is_alive())
+
+            with monkeypatch.context() as patch:
+                patch.setattr(TapeCode, "backward", interrupted)
+                with torch.cuda.stream(streams[0]):
+                    losses[0].backward()
+            for stream in streams:
+                sanitizer.current.wait_stream(stream)
         found.extend(sanitizer.found)
+        for leaf, gradient in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, gradient)
         found.append("done")
 
-    thread = threading.Thread(target=both, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found == ["done"]
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    for seed, tape in ((8, 1), (8, 4), (6, 5), (10, 3)):
+        thread = threading.Thread(target=both, args=(seed, tape), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert found == ["done"]
+        found.clear()
+
+
+def test_what_failed_first_is_raised_and_holds_no_memory_that_crossed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After some errors CUDA refuses everything, also the waits at the end of a phase."""
+    model, x = Chains(), torch.randn(2, 16)
+    placed = at_random(model, (x,), seed=6)
+    usual, count = TapeCode.forward, itertools.count()
+    held: list[HeldStorages] = []
+
+    def refused(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def failing(code: TapeCode, step: Any) -> None:
+        if next(count) < 3:
+            usual(code, step)
+            return
+        held.append(step.own.held)
+        assert len(held[0])
+        monkeypatch.setattr(cuda_streams, "join", refused)
+        raise ValueError("index out of range")
+
+    with sanitized(monkeypatch):
+        on_streams(placed, graphs=False)
+        monkeypatch.setattr(TapeCode, "forward", failing)
+        with pytest.raises(ValueError, match="index out of range") as caught:
+            placed(x)
+    assert caught.value.__context__ is None
+    assert not len(held[0])
+
+
+def test_only_gpus_in_use_are_asked_whether_the_caller_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks of another begins to use that; and the capture may be on any of them."""
+    model, x = Chains(), torch.randn(2, 16)
+    placed = at_random(model, (x,), seed=6)
+    current: list[Any] = [None]
+    captured: list[Any] = []
+
+    @contextlib.contextmanager
+    def on(gpu: Any) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    def asked() -> bool:
+        assert isinstance(current[-1], Gpu)
+        return current[-1] in captured
+
+    with sanitized(monkeypatch) as sanitizer:
+        on_streams(placed, graphs=False)
+        monkeypatch.setattr(torch.cuda, "device", on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+        placed(x)
+        executor = placed._current._executor
+        assert not executor._is_captured()
+        captured.append(Gpu())
+        assert executor._is_captured()
+    assert not sanitizer.found
 
 
 class Twice(nn.Module):

@@ -182,6 +182,21 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: sanitizer.current)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with sanitizer:
             yield sanitizer
+
+
+def driver_too_old(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> None:
+    """NVML counts GPUs, and torch, built for a newer CUDA, starts none of them."""
+
+    def init() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12020). Please update "
+            "your GPU driver by downloading and installing a new version"
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")

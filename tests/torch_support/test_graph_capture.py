@@ -7,7 +7,7 @@ The rules are those of `create_or_incref_pool` (c10/cuda/CUDACachingAllocator.cp
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +98,29 @@ def test_lanes_capture_with_nothing_in_the_cache(allocators: Allocators) -> None
     assert allocators.cached
     cuda_graphs._recorders({0: torch.device("cuda", 0)})(0).record(lambda: None, 0)()
     assert not allocators.cached
+
+
+@pytest.mark.usefixtures("allocators")
+def test_a_graph_is_made_where_its_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for the current stream of another GPU begins to use that GPU, and takes memory."""
+    current: list[Any] = ["the caller's"]
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Graph(torch.cuda.CUDAGraph):  # that of the fixture
+        def __init__(self) -> None:
+            made.append(current[-1])
+
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    recorder = CudaRecorder(torch.device("cuda", 1))
+    recorder.record(lambda: None, 0)()
+    assert made == [recorder._stream]
 
 
 @pytest.mark.usefixtures("allocators")

@@ -1,6 +1,7 @@
 """The cluster of this machine: devices with their free memory, and measured links."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from baechi.probing.link_probe import (
     lane_ns,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
-from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device
+from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device, usable_gpus
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
@@ -59,8 +60,9 @@ def probe(devices: Devices = None) -> Cluster:
     Args:
         devices: Names (`["cuda:0", "cuda:1"]`), torch devices, `baechi.Device` values, a mapping
             from names to capacities (`{"cpu:0": "1GiB"}`), a ready `Cluster` (returned as it is),
-            or None: all CUDA devices, or one CPU. `"cpu:0"`, `"cpu:1"`, ... are logical devices
-            on the CPU, with a worker each; `"cuda:0/a"`, `"cuda:0/b"` are two on one GPU.
+            or None: all CUDA devices that torch can use, or one CPU, with a warning if the driver
+            has GPUs. `"cpu:0"`, `"cpu:1"`, ... are logical devices on the CPU, with a worker each;
+            `"cuda:0/a"`, `"cuda:0/b"` are two on one GPU.
 
     Returns:
         Devices with the memory that is free now, or with the capacity given; links as measured.
@@ -163,7 +165,9 @@ def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> 
 def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     """(name or device, capacity or None) of every requested device."""
     if devices is None:
-        n = torch.cuda.device_count()
+        n, reason = usable_gpus()
+        if reason:
+            warnings.warn(f"CPU used: {reason}, or name the devices.", stacklevel=4)
         return [(f"cuda:{i}", None) for i in range(n)] or [("cpu:0", None)]
     if isinstance(devices, str | torch.device | Device):
         devices = [devices]

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from baechi.errors import InputError
-from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
+from baechi.torch_support.torch_devices import kernel_choices, torch_threads
 from baechi.torch_support.torch_internals import (
     backend_named,
     inductor_options,
@@ -189,9 +189,7 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
         ),
         tuple((t.shape, t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
         tuple(parameter.requires_grad for parameter in parameters),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        tuple(fp32_precisions().items()),
+        kernel_choices(),
         torch.get_default_dtype(),
     )
 

@@ -44,11 +44,11 @@ class CudaRecorder:
             RuntimeError: It cannot be captured; nothing of it has taken place.
         """
         torch.cuda.synchronize(self._place)
-        graph = torch.cuda.CUDAGraph()
         pool = self._pool if rank >= self._latest else torch.cuda.graph_pool_handle()
         self._latest = max(rank, self._latest)
         # Garbage may hold graphs, and must not be collected in a capture.
         with no_collections(), warnings.catch_warnings(), torch.cuda.stream(self._stream):
+            graph = torch.cuda.CUDAGraph()  # which would begin to use the GPU that is current
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # one of views
             try:
                 # Autograd's and other people's threads may take memory meanwhile.

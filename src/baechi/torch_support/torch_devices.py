@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def torch_device(name: str | torch.device) -> torch.device:
     """The torch device behind a logical device's name: `"cuda:0/a"` is on `cuda:0`.
 
     Raises:
-        InputError: torch has no such device, or this machine has none.
+        InputError: torch has no such device, this machine has none, or torch cannot use it.
     """
     text = str(name).split("/")[0]
     try:
@@ -32,8 +33,10 @@ def torch_device(name: str | torch.device) -> torch.device:
             "with a suffix ('cuda:0/a') for several logical devices on one."
         ) from None
     if device.type == "cuda":
-        n = torch.cuda.device_count()
-        if (device.index is not None and device.index >= n) or n == 0:
+        n, reason = usable_gpus()
+        if reason:
+            raise InputError(f"device {str(name)!r} cannot be used: {reason}, or use 'cpu:0'.")
+        if (device.index or 0) >= n:
             have = f"only {n} CUDA device(s)" if n else "no CUDA device"
             raise InputError(
                 f"device {str(name)!r} is not there: torch sees {have}. "
@@ -43,6 +46,25 @@ def torch_device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device {str(name)!r} is neither a CPU nor CUDA; only these are run on.")
     return torch.device("cpu")
+
+
+def usable_gpus() -> tuple[int, str]:
+    """How many GPUs torch can run on; and why not, with the remedy, if there are others."""
+    n = torch.cuda.device_count()  # it asks NVML, which counts those of too old a driver, too
+    try:
+        if n:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        file = Path("/proc/driver/nvidia/version")
+        found = re.search(r" (\d+\.[\d.]+) ", file.read_text() if file.exists() else "")
+        return 0, (
+            f"the driver (version: {found[1] if found else 'unknown'}) has {n} CUDA device(s), but "
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot run on them "
+            f"({reason}). Update the driver (CUDA 13 needs 580, CUDA 12 525), install a torch for "
+            "an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126)"
+        )
+    return n, ""
 
 
 def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:
@@ -122,6 +144,19 @@ def fp32_precisions() -> dict[str, str]:
     }
     found = {name: str(row.fp32_precision) for name, row in rows.items()}
     return {name: "ieee" if kind == "none" else kind for name, kind in found.items()}
+
+
+def kernel_choices() -> tuple[Any, ...]:
+    """The settings by which torch chooses among kernels of an operator, precisions included."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),  # type: ignore[no-untyped-call]
+        (cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),  # type: ignore[no-untyped-call]
+        tuple(fp32_precisions().items()),
+    )
 
 
 @contextmanager

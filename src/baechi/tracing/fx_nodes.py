@@ -147,6 +147,46 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+# Operators whose results lie in memory in the same way on every device.
+SAME_LAYOUT: Final = frozenset(
+    ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "embedding", "layer_norm", "contiguous")
+)
+
+
+def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: it runs where kernels lay out their results in another way.
+
+    `x.contiguous()` leaves no node where x was contiguous in the trace, which depends on the kernel
+    that made x (pytorch/pytorch#186381). There `view` becomes `reshape`: the same view where there
+    can be one. What is written to later stays a view: a write into a copy would be lost.
+    """
+    for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        makers: dict[fx.Node, fx.Node] = {}  # of the memory of a node's value
+        for node in part.graph.nodes:
+            makers[node] = makers[node.all_input_nodes[0]] if _is_view(node) else node
+        written: set[fx.Node] = set()
+        for node in reversed(part.graph.nodes):
+            maker = makers[node]
+            if node.target is _ATEN.view.default and maker not in written:
+                given = maker.op == "get_attr" or (maker.op == "placeholder" and part is module)
+                if not given and operator_name(maker) not in SAME_LAYOUT:
+                    node.target = _ATEN.reshape.default
+            if isinstance(node.target, OpOverload):
+                rows = zip(node.target._schema.arguments, node.args, strict=False)
+                targets = [v for row, v in rows if row.alias_info and row.alias_info.is_write]
+                written.update(makers[v] for v in _flat(targets) if isinstance(v, fx.Node))
+        part.recompile()
+    return module
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True if a node gives a view of its first argument, or an item of it."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    returns = node.target._schema.returns
+    return bool(returns and returns[0].alias_info is not None and node.all_input_nodes)
+
+
 _END: Final = sys.maxsize  # of a slice without one
 _ATEN: Final = torch.ops.aten
 _INDEXING: Final = frozenset(

@@ -43,6 +43,7 @@ from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     read_once,
     without_effectless,
+    without_layouts,
     without_whole_slices,
 )
 from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace
@@ -108,7 +109,7 @@ def _non_strict(
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
-        return Capture(module, returned[-1], branches.questions)
+        return Capture(without_layouts(module), returned[-1], branches.questions)
 
 
 def _truth_values(

@@ -27,6 +27,7 @@ from baechi.runtime.autograd.step import Record, Sizes, Step
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support.torch_devices import kernel_choices
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 
@@ -428,7 +429,8 @@ class Graphs:
         state = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._state)
         inputs = tuple((t.dtype, t.shape, t.requires_grad) for t in step.inputs)
         casting = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return (casting, torch.is_inference_mode_enabled(), inputs), state
+        kernels = (casting, kernel_choices())
+        return (kernels, torch.is_inference_mode_enabled(), inputs), state
 
 
 def _ranks(program: Program) -> list[tuple[int, int]]:

@@ -35,9 +35,10 @@ from baechi.torch_support.storages import (
     once,
     spanned,
 )
-from baechi.torch_support.torch_internals import copy_each
+from baechi.torch_support.torch_internals import backward_id, copy_each
 
 Event = tuple[int, int, int]  # phase, lane, position
+Events = dict[Event, torch.cuda.Event]
 Streams = Sequence[torch.cuda.Stream | None]
 Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -83,6 +84,7 @@ class _StepRun:
 
     callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
     graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
+    events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
 
 
@@ -92,8 +94,8 @@ class CudaExecutor:
 
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
-    because their peaks must not depend on how threads meet. Calls from several threads take turns.
-    With `graphs`, tapes run as CUDA graphs.
+    because their peaks must not depend on how threads meet. Calls from several threads take turns,
+    but a GPU's thread of autograd waits for no other. With `graphs`, tapes run as CUDA graphs.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class CudaExecutor:
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
         # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
         self._busy = threading.RLock()
+        self._running: list[Step] = []
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
@@ -133,12 +136,14 @@ class CudaExecutor:
             # one with several lanes, submodules that stay whole give them where they run. That
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        self._events: dict[Event, torch.cuda.Event] = {}
-        for number, phase in enumerate(program.phases):
-            for row in (row for rows in phase.lanes for row in rows):
-                if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    self._events[number, row.lane, row.position] = event
+        self._lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
+        self._awaited: list[Event] = [
+            (number, row.lane, row.position)
+            for number, phase in enumerate(program.phases)
+            for row in itertools.chain.from_iterable(phase.lanes)
+            if isinstance(row, Wait) and self._place(row.lane).type == "cuda"
+        ]
+        self._spare: list[Events] = []  # of no step that runs
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -146,8 +151,7 @@ class CudaExecutor:
     def meet(self, step: Step) -> None:
         """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
-            with self._busy:
-                join(streams := self._callers(step.own), streams)
+            join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
@@ -158,8 +162,9 @@ class CudaExecutor:
         Raises:
             ExecutionError: An operator failed.
         """
-        with self._busy:
-            run: _StepRun = self._begun(step) if phase == 0 else step.own
+        with self._turn(step) as (alone, events):
+            run: _StepRun = self._begun(step, alone) if phase == 0 else step.own
+            run.events = events
             run.held.wake()
             for gradient in step.grads if self._shared else ():
                 if gradient is not None and gradient.device in self._shared:
@@ -173,23 +178,46 @@ class CudaExecutor:
             with self._fenced(run):
                 for lane in rows.launch:
                     self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
-                    event = self._events.get((phase, lane, position[lane]))
+                    event = events.get((phase, lane, position[lane]))
                     if event is not None:
                         event.record(streams[lane])
                     position[lane] += 1
+            given = step.results, step.grads[:]  # theirs that are copied, until lanes wait for that
             if phase == 0:
                 self._give_results(step, run)
             else:
                 self._give_gradients(step, run)
-                if self._graphs is not None and not step.keep:
-                    self._graphs.end(step)
             self._ended(run)
+            del given
+            if phase and self._graphs is not None and not step.keep:
+                self._graphs.end(step)
             run.held.rest()
 
-    def _begun(self, step: Step) -> _StepRun:
+    @contextlib.contextmanager
+    def _turn(self, step: Step) -> Iterator[tuple[bool, Events]]:
+        """Whether no other thread runs a step, and events that no other step uses meanwhile.
+
+        Who runs a step waits in it for the threads of autograd of other GPUs. If one of these
+        waited in turn, to take another step backward, neither would go on.
+        """
+        alone = self._busy.acquire(blocking=not self._gpus or backward_id() < 0)
+        self._running.append(step)
+        try:
+            events = self._spare.pop()
+        except IndexError:
+            events = {key: torch.cuda.Event() for key in self._awaited}  # type: ignore[no-untyped-call]
+        try:
+            yield alone, events
+        finally:
+            self._spare.append(events)
+            self._running.remove(step)
+            if alone:
+                self._busy.release()
+
+    def _begun(self, step: Step, alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
-        captured = self._is_captured()
-        replayed = self._graphs is not None and not captured and self._graphs.begin(step)
+        may = alone and not self._is_captured()
+        replayed = self._graphs is not None and may and self._graphs.begin(step)
         callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
         step.own = run = _StepRun(callers, self._graphs if replayed else None)
         step.apart = step.apart or bool(self._gpus)
@@ -197,22 +225,29 @@ class CudaExecutor:
 
     def _is_captured(self) -> bool:
         """True if the caller captures a graph, which cannot wait for outside events."""
-        return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+        for gpu in self._gpus:  # of no other, since who asks begins to use it
+            with torch.cuda.device(gpu):
+                if torch.cuda.is_current_stream_capturing():
+                    return True
+        return False
 
     def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next."""
-        shares = run.graphs is not None or self._out or any(own is not None for own in self._own)
-        if shares and not self._is_captured():
+        if self._is_captured():
+            return
+        if run.graphs is not None or self._lanes:
             for gpu in self._gpus:
                 end = self._ends.setdefault(gpu, torch.cuda.Event())  # type: ignore[no-untyped-call]
                 end.record(torch.cuda.current_stream(gpu))
+        if len(self._running) > 1 and self._gpus:  # others have begun: their lanes wait here
+            join(callers := self._callers(run), [*callers, *self._lanes])
 
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
     ) -> None:
         stream = streams[lane]
         if isinstance(row, Wait):
-            event = self._events.get((phase, row.lane, row.position))
+            event = step.own.events.get((phase, row.lane, row.position))
             if event is not None and stream is None:
                 event.synchronize()
             elif event is not None and stream is not None:
@@ -335,12 +370,16 @@ class CudaExecutor:
         for gpu, event in () if self._is_captured() else self._ends.items():
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
-        lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        join(callers, [*callers, *lanes])
+        every = [*callers, *self._lanes]
+        join(callers, every)
         try:
             yield
-        finally:
-            join([*callers, *lanes], [*callers, *lanes])
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
+                join(every, every)
+            run.held.rest()  # the error may outlive this, and its traceback has the step
+            raise
+        join(every, every)
 
 
 def room_of(
