@@ -525,5 +525,8 @@ def test_distributed_data_parallel_around_it(
         for mine, own in zip(lazy.parameters(), unsplit.parameters(), strict=True):
             assert torch.equal(mine.grad, own.grad)
         assert around.state_dict().keys() == {f"module.{key}" for key in unsplit.state_dict()}
+        # The reducer's end joins gloo's threads with the interpreter's lock held, and one that has
+        # just run its last work still wants that lock.
+        time.sleep(0.2)
     finally:
         distributed.destroy_process_group()
