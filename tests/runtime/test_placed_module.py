@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
