@@ -56,6 +56,32 @@ def test_the_model_s_own_python_runs_in_every_call() -> None:
     assert placed.calls == 3  # nothing of what was measured is left
 
 
+class Noting(nn.Module):
+    """Its first call sets hooks that take notes for forward, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.notes, self.handle = nn.Linear(4, 4), [], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = self.inner.register_forward_hook(self.note)
+        self.notes.clear()
+        return self.inner(x) + self.notes[-1]
+
+    def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        del module, args
+        self.notes.append(output)
+
+
+def test_measured_steps_have_the_notes_that_forward_reads() -> None:
+    unsplit = Noting()
+    placed = place(copy.deepcopy(unsplit))
+    assert torch.equal(placed(X), unsplit(X))
+    assert placed.measure(2).step_ns > 0
+    assert torch.equal(placed(X), unsplit(X))
+
+
 def test_nothing_is_refused() -> None:
     unsplit = Counting()
     placed = place(copy.deepcopy(unsplit))

@@ -31,7 +31,7 @@ from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import device_kind, hardware, torch_threads
 from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
-from baechi.tracing.observers import without_observers
+from baechi.tracing.observers import has_observers, without_observers
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import gradients_kept, notes_kept
 from baechi.units import format_ns
@@ -178,12 +178,14 @@ class _Steps:
 
         def forward() -> None:
             call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
+            # Hooks may take notes that the model's own forward reads; its program does without.
+            own = self.executable.unsplit_on is not None and not has_observers(self.model)
+            if own and meter is None:
+                plain = partial(type(self.model).__call__, self.model)
+                outputs.extend(tensors_in(self.executable.unsplit(plain, args, kwargs)))
+                return
             with without_observers(self.model):
-                if self.executable.unsplit_on is None or meter is not None:
-                    outputs.extend(tensors_in(self.executable(call, meter)))
-                else:
-                    own = partial(type(self.model).__call__, self.model)
-                    outputs.extend(tensors_in(self.executable.unsplit(own, args, kwargs)))
+                outputs.extend(tensors_in(self.executable(call, meter)))
 
         forward_ns = reading(forward)
         if not self.executable.training:
