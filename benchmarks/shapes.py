@@ -77,7 +77,7 @@ def new_shape(layers: int) -> tuple[float, float]:
     for batch in ids[2:]:
         call = canonical_call(state.model, (batch,), {"use_cache": False})
         first.append(seconds(partial(state.special, state.root, call)))
-        later += [seconds(partial(state.root.find, call)) for _ in range(20)]
+        later += [seconds(partial(state.root.specializations.find, call)) for _ in range(20)]
     module.unplace()
     return statistics.median(first), statistics.median(later)
 
