@@ -294,18 +294,26 @@ def test_a_thread_that_plans_another_shape_disturbs_no_other_thread() -> None:
         costs="estimate",
         progress=False,
     )
-    planned = threading.Event()
+    planned, ran = threading.Event(), threading.Event()
     sizes: list[int] = []
+
+    def run() -> None:
+        assert placed.same(module(x), expected)
+        sizes.append(len(module._specializations))
+        ran.set()
 
     def work(index: int) -> None:
         if index:
-            for rows in range(1, 5):
-                module(x[:1].repeat(rows, *(1 for _ in x.shape[1:])))
-            planned.set()
+            ran.wait(60)
+            try:
+                for rows in range(1, 5):
+                    module(x[:1].repeat(rows, *(1 for _ in x.shape[1:])))
+            finally:
+                planned.set()
         else:
             while not planned.is_set():
-                assert placed.same(module(x), expected)
-                sizes.append(len(module._specializations))
+                run()
+            run()
 
     with placed.one_thread():
         expected = module(x)
