@@ -72,8 +72,8 @@ def ways(model: nn.Module, training: bool) -> dict[str, nn.Module]:
     }
 
 
-def row(name: str, training: bool, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step in every way."""
+def row(name: str, training: bool, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of a step in every way, and those predicted where it was placed."""
     model, args, kwargs = LARGE[name]() if name in LARGE else example(name)
     sides = ways(model.train(training), training)
     samples: dict[str, list[int]] = {way: [] for way in sides}
@@ -81,10 +81,12 @@ def row(name: str, training: bool, rounds: int) -> dict[str, float]:
         for way, side in sides.items():
             found = [step(side, args, kwargs, training) for _ in range(4)]
             samples[way] += found[1:] if one else []
-    for side in sides.values():
+    predicted = {}
+    for way, side in sides.items():
         if isinstance(side, baechi.PlacedModule):
+            predicted[way] = side.schedule.makespan_ns / 1e6
             side.unplace()
-    return {way: statistics.median(row) / 1e6 for way, row in samples.items()}
+    return {way: statistics.median(row) / 1e6 for way, row in samples.items()}, predicted
 
 
 def main() -> None:
@@ -94,19 +96,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     print(environment())
-    heads = ("model", "mode", "eager ms", "again", "one / eager", "two / one", "without guard")
+    heads = (
+        *("model", "mode", "eager ms", "again", "one / eager", "two / one", "without guard"),
+        *("predicted / one", "predicted / without guard"),
+    )
     print("| " + " | ".join(heads) + " |")
     print("|---" * len(heads) + "|")
     ratios: dict[str, list[float]] = {head: [] for head in heads[3:]}
     with torch_threads(1):
         for name in options.only.split(","):
             for training in (False, True):
-                ms = row(name, training, options.rounds)
+                ms, predicted = row(name, training, options.rounds)
                 found = (
                     ms["eager again"] / ms["eager"],
                     ms["one"] / ms["eager"],
                     ms["two"] / ms["one"],
                     ms["two, no guard"] / ms["one"],
+                    predicted["one"] / ms["one"],
+                    predicted["two, no guard"] / ms["two, no guard"],
                 )
                 mode = "training" if training else "forward"
                 cells = [name, mode, f"{ms['eager']:.2f}", *(f"{value:.3f}" for value in found)]
@@ -114,7 +121,11 @@ def main() -> None:
                 for head, value in zip(heads[3:], found, strict=True):
                     ratios[head].append(value)
     for head, values in ratios.items():
-        print(f"{head}: median {statistics.median(values):.3f}, worst {max(values):.3f}")
+        line = f"{head}: median {statistics.median(values):.3f}, worst {max(values):.3f}"
+        if head.startswith("predicted"):
+            errors = [abs(value - 1) for value in values]
+            line = f"{head}, error: median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+        print(line)
 
 
 if __name__ == "__main__":
