@@ -21,13 +21,14 @@ pytestmark = pytest.mark.slow
 )
 def test_a_step_of_training(name: str) -> None:
     import timm
+    from timm.optim import create_optimizer_v2
 
     size: Any = {"img_size": 32} if "vit" in name else {}
 
     def script(place: Place) -> Any:
         torch.manual_seed(0)
         model = place(timm.create_model(name, num_classes=4, **size).train(), optimizer="adamw")
-        optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3)
+        optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
         torch.manual_seed(1)
         loss = torch.nn.functional.cross_entropy(
             model(torch.randn(2, 3, 32, 32)), torch.tensor([0, 3])

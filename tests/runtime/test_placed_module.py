@@ -300,7 +300,7 @@ def test_classes_with_ways_of_their_own(x: torch.Tensor) -> None:
     alone = Registered("Alone", (nn.Linear,), {})(4, 4)
     with pytest.raises(baechi.InputError, match=r"no class can be derived .*Alone is there"):
         placing.lazily(alone)
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(baechi.TraceError, match="scripted"):
         placing.lazily(scripted)

@@ -390,21 +390,21 @@ def test_hooks_on_all_modules_are_refused() -> None:
 
 
 def test_a_scripted_model_is_refused() -> None:
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(baechi.TraceError, match="no Python"):
         baechi.trace(scripted, (torch.randn(3, 4),))
 
 
 def test_a_scripted_submodule_is_refused_by_name() -> None:
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(baechi.TraceError, match="'middle' comes from torch"):
         baechi.trace(Middle(scripted), (torch.randn(3, 4),))
 
 
 def test_a_scripted_function_that_ran_before_keeps_its_gradient() -> None:
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         gelu = torch.jit.script(tanh_gelu)
     model, x = seeded(lambda: Middle(gelu)), torch.randn(3, 4)
     for _ in range(3):  # then torch differentiates it as a whole

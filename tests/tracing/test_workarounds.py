@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 import baechi
+from baechi.torch_support.torch_internals import APPLY_IS_NATIVE
 from baechi.tracing.workarounds import compact
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -108,7 +109,9 @@ def test_fx_loses_nothing_either(function: Callable[..., torch.Tensor]) -> None:
 def test_it_is_one_operator_whose_key_has_no_address(before: tuple[nn.Module, ...]) -> None:
     traced = baechi.trace(nn.Sequential(*before, Between(custom)), (X,))
     keys = [op.key for op in traced.ops]
-    assert sum("Square" in key for key in keys) == 1
+    # fx cannot know the mode of gradients that C++'s `apply` hides: the module stays whole.
+    title = "Between" if APPLY_IS_NATIVE and before else "Square"
+    assert sum(title in key for key in keys) == 1
     assert not any(" at 0x" in key for key in keys)
 
 

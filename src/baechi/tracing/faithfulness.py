@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import TraceError
 from baechi.torch_support.torch_internals import (
+    APPLY_IS_NATIVE,
     TRACER_CHECK,
     FakeTensor,
     FunctionBase,
@@ -133,6 +134,13 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         # not being traced.
         apply = classmethod(functions.apply)
         stack.enter_context(patch.object(FunctionBase, "apply", apply, create=True))
+        if APPLY_IS_NATIVE:
+
+            def look_up(function: Any, name: str) -> Any:
+                found = type.__getattribute__(function, name)
+                return functions.forward(function, found) if name == "forward" else found
+
+            stack.enter_context(patch.object(type(FunctionBase), "__getattribute__", look_up))
         for name in ("register_hook", "retain_grad"):
             replace(torch.Tensor, name, _refused)
         for owner in (torch, torch.random):

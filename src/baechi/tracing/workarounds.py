@@ -3,7 +3,8 @@
 Custom autograd functions (https://github.com/pytorch/pytorch/issues/106388)
     A tracer inlines their forward, and autograd would then differentiate that: what a backward
     written by hand says is lost. So while a tracer runs, `apply` records the function itself, as a
-    node. `test_torch_still_loses_the_backward` fails when torch is mended.
+    node; from torch 2.14 on, where `apply` may have been taken before, its `forward` does.
+    `test_torch_still_loses_the_backward` fails when torch is mended.
 
 CTC losses with tensors for lengths (https://github.com/pytorch/pytorch/issues/183396)
     Fake tensors lack their shapes. What such a loss keeps for its backward depends on the longest
@@ -26,6 +27,7 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -52,14 +54,13 @@ class CustomFunctions:
 
     def __init__(self) -> None:
         self._targets: dict[Any, Callable[..., Any]] = {}
+        self._applied: Any = None
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """`Function.apply` while a tracer runs."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
-        traced = proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        proxy, traced = _proxy_in(args, kwargs)
         if not traced or function.__module__.startswith("torch._library"):  # behind one operator
-            return _apply(function, *args, **kwargs)
+            return self._apply(function, *args, **kwargs)
         if function is CheckpointFunction:
             if proxy is None:
                 return _run_checkpointed(*args)
@@ -71,12 +72,36 @@ class CustomFunctions:
             return proxy.tracer.create_proxy("call_function", target, args, kwargs)
         mode = export_mode()
         if mode is None:
-            return _apply(function, *args, **kwargs)
+            return self._apply(function, *args, **kwargs)
         return self._record(mode, function, *args, **kwargs)
+
+    def forward(self, function: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function's `forward` while a tracer runs: called outside of `apply`, it is `apply`."""
+        if function is self._applied:
+            return forward
+        # Its context comes first, unless the function sets that up by itself.
+        skipped = int(function.setup_context is torch.autograd.Function.setup_context)
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _, traced = _proxy_in(args[skipped:], kwargs)
+            if not traced:
+                return forward(*args, **kwargs)
+            return self.apply(function, *args[skipped:], **kwargs)
+
+        return run
+
+    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self._applied = self._applied, function
+        try:
+            native: Any = super(FunctionBase, function)
+            return native.apply(*args, **kwargs)
+        finally:
+            self._applied = before
 
     def _record(self, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         with below_export():
-            result = _apply(function, *args, **kwargs)
+            result = self._apply(function, *args, **kwargs)
         self._target(function)
         name = str(list(self._targets).index(function))
         args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
@@ -113,8 +138,11 @@ class CustomFunctions:
         return self._targets.setdefault(function, target)
 
 
-def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return super(FunctionBase, function).apply(*args, **kwargs)
+def _proxy_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The first proxy among these, and whether a tracer runs them."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
+    return proxy, proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
 
 
 def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
