@@ -7,17 +7,9 @@
 namespace baechi {
 
 std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<int32_t>& part_of,
-                                      int32_t parts) {
-  // A tensor is internal where all that consume it are in its producer's part, and something is.
-  std::vector<uint8_t> internal(problem.tensors, 0);
-  for (int32_t tensor = 0; tensor < problem.tensors; ++tensor) {
-    const int32_t part = part_of[problem.producer[tensor]];
-    bool inside = !problem.kept[tensor] && problem.consumers.size(tensor) > 0;
-    for (int32_t consumer : Row(problem.consumers, tensor)) {
-      inside = inside && part_of[consumer] == part;
-    }
-    internal[tensor] = inside;
-  }
+                                      int32_t parts, const std::vector<int32_t>& tensors) {
+  std::vector<uint8_t> internal(problem.tensors, 1);
+  for (int32_t tensor : tensors) internal[tensor] = 0;
   std::vector<int64_t> live(parts, 0), peak(parts, 0);
   for (int32_t op = 0; op < problem.ops; ++op) {
     const int32_t part = part_of[op];

@@ -9,6 +9,7 @@ from benchmarks.placement_quality import generators
 from benchmarks.placement_quality.mirroring import mirrored
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import spans
 from seeds import seeds
 from strategies import clusters, constraints_for, dense, graphs, hosted, launched, placements, tight
 
@@ -296,7 +297,7 @@ def test_devices_alone_take_as_long_as_among_others(data, draw):
     assert stuck == among.fold(np.array(some, np.int32)[devices], order)
     if stuck < 0:
         assert alone.makespan() == among.makespan()
-        assert alone.spans() == inner_spans(inner, devices, order)
+        assert spans(alone) == inner_spans(inner, devices, order)
         assert max(alone.peaks()) == max(among.peaks())
 
 
@@ -309,7 +310,7 @@ def _part(cluster, some):
 def inner_spans(problem, devices, order):
     timeline = problem.timeline()
     timeline.fold(devices, order)
-    return timeline.spans()
+    return spans(timeline)
 
 
 def check_improved(problem, budget):
