@@ -65,12 +65,7 @@ _STEPS: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link, and how well it predicts the times that it was fitted to.
-
-    Attributes:
-        worst_error: The largest |predicted - measured| / measured.
-        worst_bytes: The size of the message with this error.
-    """
+    """A link, and the largest |predicted - measured| / measured of the times it was fitted to."""
 
     link: Link
     sizes: tuple[int, ...]

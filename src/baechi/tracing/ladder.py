@@ -138,11 +138,6 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
         torch.func.functional_call(flat, copies, inputs)
 
 
-def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    """Trace with fx, and with submodules opaque that it cannot trace."""
-    return Capture(*symbolic_trace(mode, model, call))
-
-
 @contextmanager
 def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
     """Let `len(tensor)` in the model's code be a symbol; Python's own makes an int of it."""
@@ -168,7 +163,8 @@ def ladder(
     while branches.give_way():
         yield f"{name}{branches}", export
     if not places:  # fx knows no symbols
-        yield "module granularity, opaque leaves", partial(_opaque, mode)
+        opaque = partial(symbolic_trace, mode)
+        yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
     branches = EagerBranches()
     name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
     yield name, values

@@ -31,13 +31,9 @@ from baechi.tracing.pytrees import Structure
 @final
 @dataclass(frozen=True)
 class TracedModule:
-    """The torch side of a `Traced`: what runs.
+    """The torch side of a `Traced`: the user's model, the flat graph over it, and the example call.
 
     Attributes:
-        model: The user's model.
-        graph_module: The flat graph over it.
-        facts: The effects of each node.
-        call: The example call, with its tensors.
         returned: The structure around the outputs.
         nodes: The fx nodes of every op, in program order.
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
