@@ -69,7 +69,12 @@ class TracedModule:
 
 
 def lower(
-    model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
+    model: nn.Module,
+    module: fx.GraphModule,
+    facts: Facts,
+    call: Call,
+    returned: Structure,
+    attributes: Attributes,
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     """The operators and tensors of a flat graph, and what runs of them."""
     parts = Partition(module, facts)
@@ -79,7 +84,6 @@ def lower(
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))
-    attributes = Attributes(model)
     traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
 
