@@ -307,12 +307,6 @@ NB_MODULE(_core, m) {
   m.def("coarsen", &parts_of, "problem"_a, "idle"_a, "color"_a, "limit"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
   m.def(
-      "restricted",
-      [](const Problem& problem, Array<int32_t> devices) {
-        return unlocked([&] { return restricted(problem, vector_of(devices)); });
-      },
-      "problem"_a, "devices"_a);
-  m.def(
       "regrouped",
       [](const Problem& problem, Array<int32_t> cluster) {
         return unlocked([&] { return regrouped(problem, vector_of(cluster)); });

@@ -37,9 +37,6 @@ std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<
 // The same problem with the groups of each cluster joined into one.
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
 
-// The problem with only these devices, renumbered in their order.
-Problem restricted(const Problem& problem, const std::vector<int32_t>& devices);
-
 // Nested clusters of well-connected groups: per level and group its cluster, counted by first
 // group. Level 0 has every group alone, every other level joins clusters of the one before, and the
 // last has a handful. Groups of different `color` are never in one cluster; an empty vector is one
