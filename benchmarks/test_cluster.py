@@ -19,7 +19,7 @@ import json, math, resource, sys, time
 from dataclasses import replace
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.fleet import Fleet
-from baechi.cluster_simulation.traces import log_normal, poisson_jobs
+from benchmarks.random_jobs import log_normal, poisson_jobs
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 count, policy, load = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])

@@ -22,12 +22,13 @@ What it says about sharing: turns move waiting into processing, and complete no 
 from statistics import fmean
 from typing import Any
 
+from benchmarks.random_jobs import poisson_jobs
+
 from baechi.cluster_simulation.contention import TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.placement_schemes import LeastLoaded
 from baechi.cluster_simulation.policies.policy import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.traces import poisson_jobs
 
 MEASURED = {1: (4.58, 12.44, 59), 2: (8.97, 13.27, 61), 3: (13.82, 11.58, 59)}
 END_MS = 100_000

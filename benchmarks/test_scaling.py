@@ -31,7 +31,7 @@ from benchmarks import plain_etf
 from benchmarks.children import figures_of
 from benchmarks.placement_quality.generators import AMPLE, LINK, layered
 from benchmarks.placement_quality.instances import instances
-from oracle import Oracle, list_schedule
+from oracle import Oracle, list_schedule, spans
 
 import baechi
 from baechi import _core
@@ -108,7 +108,7 @@ def test_the_oracle_beside(benchmark: Any, n_ops: int) -> None:
     list_schedule(oracle)
     oracle_s = time.process_time() - start
     timeline.list_schedule(NO_FAVORITES)
-    assert timeline.spans() == [(op, *span) for op, span in oracle.spans.items()]
+    assert spans(timeline) == [(op, *span) for op, span in oracle.spans.items()]
     benchmark.group = "m-ETF beside the oracle of the tests, 8 devices"
     benchmark(lambda: problem.timeline().list_schedule(NO_FAVORITES))
     core_s = cpu_seconds_of(lambda: problem.timeline().list_schedule(NO_FAVORITES), 21)

@@ -13,6 +13,7 @@
 #include "bounds/bounds.h"
 #include "clock/core.h"
 #include "coarsening/coarse.h"
+#include "favorites/first_order.h"
 #include "schedulers/backtracking.h"
 #include "search/local_search.h"
 
@@ -23,26 +24,9 @@ namespace {
 
 int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
 
-std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows_of(
-    const LargeVector<Span>& spans) {
-  std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows;
-  rows.reserve(spans.size());
-  for (const Span& s : spans) rows.emplace_back(s.op, s.device, s.start, s.end);
-  return rows;
-}
-
-std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
-    const LargeVector<Transfer>& transfers) {
-  std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows;
-  rows.reserve(transfers.size());
-  for (const Transfer& t : transfers) rows.emplace_back(t.tensor, t.src, t.dst, t.start, t.end);
-  return rows;
-}
-
 // One member of every row, as an array that shares the rows.
 template <typename T, typename R>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const std::shared_ptr<LargeVector<R>>& rows,
-                                              T R::* member) {
+OutArray<T> column(const std::shared_ptr<LargeVector<R>>& rows, T R::* member) {
   static_assert(sizeof(R) % sizeof(T) == 0);
   using Kept = std::shared_ptr<LargeVector<R>>;
   nb::capsule owner(new Kept(rows), [](void* p) noexcept { delete static_cast<Kept*>(p); });
@@ -64,7 +48,7 @@ void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
   graph->producer = vector_of(producer);
   graph->nbytes = vector_of(nbytes);
   graph->kept = vector_of(kept);
-  graph->consumers = Rows{vector_of(consumer_begin), vector_of(consumers)};
+  graph->consumers = {vector_of(consumer_begin), vector_of(consumers)};
   graph->derive();
 }
 
@@ -96,8 +80,8 @@ void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_cl
 
 // Commits `order` as `devices` says; the op that could not be committed, or -1.
 int32_t fold(Timeline& timeline, Array<int32_t> devices, Array<int32_t> order) {
-  nb::gil_scoped_release unlocked;
-  return timeline.fold(devices.data(), order.data(), size_of(order.shape(0)));
+  return unlocked(
+      [&] { return timeline.fold(devices.data(), order.data(), size_of(order.shape(0))); });
 }
 
 // A tuple of non-negative integers, clamped to int32.
@@ -112,12 +96,6 @@ OutArray<int32_t> indices(nb::tuple values) {
   return array_of(std::move(row));
 }
 
-bool schedule(Timeline& timeline, Array<int32_t> favorites) {
-  const std::vector<int32_t> children = vector_of(favorites);
-  nb::gil_scoped_release unlocked;
-  return list_schedule(timeline, children);
-}
-
 std::vector<std::vector<int32_t>> vectors_of(const std::vector<Array<int32_t>>& arrays) {
   std::vector<std::vector<int32_t>> rows;
   for (const Array<int32_t>& array : arrays) rows.push_back(vector_of(array));
@@ -129,53 +107,27 @@ std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> sear
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
     const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed,
     const Halt* halt) {
-  const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
-  const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
-  Found found;
-  {
-    nb::gil_scoped_release unlocked;
-    found = local_search(problem, start, launches, levels, budget, target, seed, 0, halt);
-  }
+  Found found = unlocked([&] {
+    return local_search(problem, vector_of(devices), vector_of(order), vectors_of(clusters), budget,
+                        target, seed, 0, halt);
+  });
   return {array_of(std::move(found.devices)), array_of(std::move(found.order)), found.makespan,
           found.overflow, found.evaluations};
 }
 
-std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Problem& problem,
-                                                                      Array<int32_t> color) {
-  const std::vector<int32_t> colors = vector_of(color);
-  std::vector<std::vector<int32_t>> levels;
-  {
-    nb::gil_scoped_release unlocked;
-    levels = group_clusters(problem, colors);
-  }
-  std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> arrays;
+std::vector<OutArray<int32_t>> clusters_of(const Problem& problem, Array<int32_t> color) {
+  auto levels = unlocked([&] { return group_clusters(problem, vector_of(color)); });
+  std::vector<OutArray<int32_t>> arrays;
   for (std::vector<int32_t>& level : levels) arrays.push_back(array_of(std::move(level)));
   return arrays;
-}
-
-bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
-  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
-  nb::gil_scoped_release unlocked;
-  return ranked_schedule(timeline, rank, after);
-}
-
-bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
-                           Array<int64_t> loads) {
-  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
-  const std::vector<int64_t> load = vector_of(loads);
-  nb::gil_scoped_release unlocked;
-  return insertion_schedule(timeline, rank, after, load);
 }
 
 // The part of every op, and the first part of every part's group.
 std::pair<OutArray<int32_t>, OutArray<int32_t>> parts_of(const Problem& problem,
                                                          Array<uint8_t> idle, Array<int32_t> color,
                                                          int64_t limit) {
-  CoarseGraph coarse;
-  {
-    nb::gil_scoped_release unlocked;
-    coarse = coarsen(problem, vector_of(idle), vector_of(color), limit);
-  }
+  CoarseGraph coarse =
+      unlocked([&] { return coarsen(problem, vector_of(idle), vector_of(color), limit); });
   return {array_of(std::move(coarse.part_of)), array_of(std::move(coarse.group))};
 }
 
@@ -183,14 +135,10 @@ std::pair<OutArray<int32_t>, OutArray<int32_t>> parts_of(const Problem& problem,
 // as flat rows.
 std::tuple<OutArray<int64_t>, OutArray<int32_t>, OutArray<int64_t>, OutArray<int32_t>>
 coarse_arrays(const Problem& problem, Array<int32_t> part_of, int32_t parts) {
-  std::vector<int64_t> workspace;
-  CoarseTensors tensors;
-  {
-    nb::gil_scoped_release unlocked;
-    const std::vector<int32_t> part = vector_of(part_of);
-    workspace = coarse_workspace(problem, part, parts);
-    tensors = coarse_tensors(problem, part, parts);
-  }
+  const std::vector<int32_t> part = vector_of(part_of);
+  auto tensors = unlocked([&] { return coarse_tensors(problem, part, parts); });
+  auto workspace =
+      unlocked([&] { return coarse_workspace(problem, part, parts, tensors.tensors); });
   return {array_of(std::move(workspace)), array_of(std::move(tensors.tensors)),
           array_of(std::move(tensors.consumers.begin)),
           array_of(std::move(tensors.consumers.values))};
@@ -204,8 +152,7 @@ std::vector<std::vector<int32_t>> split_line(const Problem& problem, int32_t blo
   const Line line{
       blocks,          vector_of(block),  vector_of(loads), vector_of(costs), vector_of(devices),
       vector_of(caps), vector_of(allowed)};
-  nb::gil_scoped_release unlocked;
-  return contiguous_splits(problem, line, bottleneck);
+  return unlocked([&] { return contiguous_splits(problem, line, bottleneck); });
 }
 
 std::tuple<int64_t, int64_t, int64_t> bounds_of(const Problem& problem, Array<int64_t> durations,
@@ -217,9 +164,18 @@ std::tuple<int64_t, int64_t, int64_t> bounds_of(const Problem& problem, Array<in
   const Sites sites{size_of(memory.shape(0)), vector_of(durations),  vector_of(allowed),
                     vector_of(memory),        vector_of(latency),    vector_of(rate),
                     vector_of(weights),       vector_of(weight_sums)};
-  nb::gil_scoped_release unlocked;
-  const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses});
+  const Bounds bounds =
+      unlocked([&] { return lower_bounds(problem, sites, {window, thresholds, guesses}); });
   return {bounds.path, bounds.work, bounds.guess};
+}
+
+// m-SCT's linear program: shares, objective, bound and iterations.
+std::tuple<std::vector<double>, double, double, int32_t> shares(
+    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
+    double tolerance, int32_t max_iterations) {
+  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
+  Shares found = unlocked([&] { return save_transfers(transfers, tolerance, max_iterations); });
+  return {std::move(found.y), found.objective, found.bound, found.iterations};
 }
 
 }  // namespace
@@ -266,11 +222,29 @@ NB_MODULE(_core, m) {
           },
           "op"_a, "device"_a)
       .def("fold", &fold, "devices"_a, "order"_a)
-      .def("list_schedule", &schedule, "favorites"_a)
-      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a)
-      .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
-      .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
-      .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
+      .def(
+          "list_schedule",
+          [](Timeline& timeline, Array<int32_t> favorites) {
+            return unlocked([&] { return list_schedule(timeline, vector_of(favorites)); });
+          },
+          "favorites"_a)
+      .def(
+          "ranked_schedule",
+          [](Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
+            return unlocked(
+                [&] { return ranked_schedule(timeline, vector_of(ranks), vector_of(future)); });
+          },
+          "ranks"_a, "future"_a)
+      .def(
+          "insertion_schedule",
+          [](Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
+             Array<int64_t> loads) {
+            return unlocked([&] {
+              return insertion_schedule(timeline, vector_of(ranks), vector_of(future),
+                                        vector_of(loads));
+            });
+          },
+          "ranks"_a, "future"_a, "loads"_a)
       .def("span_columns",
            [](const Timeline& timeline) {
              const auto& rows = timeline.kept_spans();
@@ -295,16 +269,10 @@ NB_MODULE(_core, m) {
       [](const Problem& problem, Array<int32_t> devices,
          const std::vector<Array<int32_t>>& clusters, Array<int64_t> loads, double cut_weight,
          int32_t windows, int64_t moves, uint64_t seed, const Halt* halt) {
-        const std::vector<int32_t> start = vector_of(devices);
-        const std::vector<int64_t> load = vector_of(loads);
-        const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
-        std::vector<int32_t> result;
-        {
-          nb::gil_scoped_release unlocked;
-          result = partition_search(problem, start, levels, load, cut_weight, windows, moves, seed,
-                                    halt);
-        }
-        return array_of(std::move(result));
+        return array_of(unlocked([&] {
+          return partition_search(problem, vector_of(devices), vectors_of(clusters),
+                                  vector_of(loads), cut_weight, windows, moves, seed, halt);
+        }));
       },
       "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "windows"_a, "moves"_a,
       "seed"_a, "halt"_a.none() = nb::none());
@@ -312,23 +280,14 @@ NB_MODULE(_core, m) {
       "list_order",
       [](const Problem& problem, Array<int32_t> devices) {
         const std::vector<int32_t> row = vector_of(devices);
-        std::vector<int32_t> order;
-        {
-          nb::gil_scoped_release unlocked;
-          order = list_order(problem, row, ranks(problem, row));
-        }
-        return array_of(std::move(order));
+        return array_of(unlocked([&] { return list_order(problem, row, ranks(problem, row)); }));
       },
       "problem"_a, "devices"_a);
   m.def(
       "backtrack",
       [](const Problem& problem, Array<int32_t> order, int64_t budget, uint64_t seed) {
-        const std::vector<int32_t> launches = vector_of(order);
-        Backtracked found;
-        {
-          nb::gil_scoped_release unlocked;
-          found = backtrack(problem, launches, budget, seed);
-        }
+        Backtracked found =
+            unlocked([&] { return backtrack(problem, vector_of(order), budget, seed); });
         return std::make_pair(array_of(std::move(found.devices)), found.proven);
       },
       "problem"_a, "order"_a, "budget"_a, "seed"_a);
@@ -336,12 +295,8 @@ NB_MODULE(_core, m) {
       "grown",
       [](const Problem& problem, const std::vector<Array<int32_t>>& clusters, int32_t stretch,
          int64_t budget, uint64_t seed, const Halt* halt) {
-        const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
-        Found found;
-        {
-          nb::gil_scoped_release unlocked;
-          found = grown(problem, levels, stretch, budget, seed, halt);
-        }
+        Found found = unlocked(
+            [&] { return grown(problem, vectors_of(clusters), stretch, budget, seed, halt); });
         return std::tuple(array_of(std::move(found.devices)), array_of(std::move(found.order)),
                           found.evaluations);
       },
@@ -352,30 +307,29 @@ NB_MODULE(_core, m) {
   m.def("coarsen", &parts_of, "problem"_a, "idle"_a, "color"_a, "limit"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
   m.def(
-      "restricted",
-      [](const Problem& problem, Array<int32_t> devices) {
-        nb::gil_scoped_release unlocked;
-        return restricted(problem, vector_of(devices));
-      },
-      "problem"_a, "devices"_a);
-  m.def(
       "regrouped",
       [](const Problem& problem, Array<int32_t> cluster) {
-        nb::gil_scoped_release unlocked;
-        return regrouped(problem, vector_of(cluster));
+        return unlocked([&] { return regrouped(problem, vector_of(cluster)); });
       },
       "problem"_a, "cluster"_a);
   m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
-  m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);
-  m.def("upward_ranks", &upward_ranks, "problem"_a, unlocked);
+  const auto released = nb::call_guard<nb::gil_scoped_release>();
+  m.def("mean_transfers", &mean_transfers, "problem"_a, released);
+  m.def("upward_ranks", &upward_ranks, "problem"_a, released);
   m.def("contiguous_splits", &split_line, "problem"_a, nb::kw_only(), "blocks"_a, "block"_a,
         "loads"_a, "costs"_a, "devices"_a, "caps"_a, "allowed"_a, "bottleneck"_a);
-  m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
+  m.def("optimistic_costs", &optimistic_costs, "problem"_a, released);
   m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "durations"_a, "allowed"_a,
         "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "window"_a, "thresholds"_a,
         "guesses"_a);
-  bind_favorites(m);
+  m.def(
+      "longest_paths",
+      [](Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> length) {
+        return longest_paths(vector_of(times), vector_of(src), vector_of(dst), vector_of(length));
+      },
+      "times"_a, "src"_a, "dst"_a, "length"_a);
+  m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
+        "max_iterations"_a);
   bind_identity(m);
 }
 

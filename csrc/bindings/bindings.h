@@ -10,9 +10,15 @@ namespace baechi {
 
 namespace nb = nanobind;
 
-// m-SCT's linear program, and what Python objects hold.
-void bind_favorites(nb::module_& m);
+// What Python objects hold.
 void bind_identity(nb::module_& m);
+
+// The result of a function that runs without Python's lock.
+template <typename F>
+auto unlocked(F function) {
+  nb::gil_scoped_release released;
+  return function();
+}
 
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

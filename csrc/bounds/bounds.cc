@@ -1,7 +1,6 @@
 #include "bounds/bounds.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "bounds/earliest_starts.h"
 #include "bounds/surely_held.h"
@@ -64,24 +63,20 @@ class Relaxation {
         }
       }
     }
-    std::vector<int32_t> root(count);
-    std::iota(root.begin(), root.end(), 0);
-    const auto find = [&](int32_t group) {
-      while (root[group] != group) group = root[group] = root[root[group]];
-      return group;
-    };
+    Union groups(groups_.count());
     const Costs costs(problem_, sites_);
     bool joined = false;
     for (int32_t t = 0; t < problem_.tensors; ++t) {
       const int32_t producer = problem_.producer[t];
       for (int32_t consumer : Row(problem_.consumers, t)) {
-        const int32_t a = find(groups_.of[producer]), b = find(groups_.of[consumer]);
-        if (a == b || apart(costs, t, producer, consumer, guess)) continue;
-        root[std::max(a, b)] = std::min(a, b);
+        const int32_t a = groups_.of[producer], b = groups_.of[consumer];
+        if (groups.find(a) == groups.find(b)) continue;
+        if (apart(costs, t, producer, consumer, guess)) continue;
+        groups.join(a, b);
         joined = true;
       }
     }
-    if (joined) join(root, find);
+    if (joined) join(groups);
     if (joined || changed) update();
     return joined || changed;
   }
@@ -234,13 +229,12 @@ class Relaxation {
     return false;
   }
 
-  template <typename Find>
-  void join(const std::vector<int32_t>& root, const Find& find) {
-    const size_t count = root.size();
+  void join(Union& groups) {
+    const size_t count = static_cast<size_t>(groups_.count());
     std::vector<int32_t> name(count, -1);
     int32_t names = 0;
     for (size_t group = 0; group < count; ++group) {
-      const int32_t to = find(static_cast<int32_t>(group));
+      const int32_t to = groups.find(static_cast<int32_t>(group));
       if (name[to] < 0) name[to] = names++;
       name[group] = name[to];
     }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -24,27 +25,19 @@ constexpr int64_t kForever = INT64_MAX;
 enum class Ports { kDuplex, kShared, kNone };
 
 // Rows of indices in one vector: row i is values[begin[i]] .. values[begin[i + 1] - 1].
-struct Rows {
-  std::vector<int64_t> begin;
-  std::vector<int32_t> values;
+template <template <typename...> class Vector>
+struct RowsIn {
+  Vector<int64_t> begin;
+  Vector<int32_t> values;
 
   const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
   const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
   int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
 };
+using Rows = RowsIn<std::vector>;
+using SharedRows = RowsIn<Shared>;  // immutable; copies share them
 
-// Immutable rows; copies share them.
-struct SharedRows {
-  Shared<int64_t> begin;
-  Shared<int32_t> values;
-
-  SharedRows() = default;
-  SharedRows(Rows&& rows) : begin(std::move(rows.begin)), values(std::move(rows.values)) {}
-
-  const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
-  const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
-  int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
-};
+inline SharedRows shared(Rows&& rows) { return {std::move(rows.begin), std::move(rows.values)}; }
 
 // Lets a range-for walk one row.
 struct Row {
@@ -61,6 +54,26 @@ template <typename Values>
 Rows places(const Values& values, int32_t count) {
   return places(values.data(), static_cast<int32_t>(values.size()), count);
 }
+
+// Disjoint sets; the smallest member names a set.
+class Union {
+ public:
+  explicit Union(int32_t n) : parent_(n) { std::iota(parent_.begin(), parent_.end(), 0); }
+
+  int32_t find(int32_t x) {
+    while (parent_[x] != x) x = parent_[x] = parent_[parent_[x]];
+    return x;
+  }
+  // The root of the result, which is its smallest element.
+  int32_t join(int32_t a, int32_t b) {
+    a = find(a);
+    b = find(b);
+    return parent_[std::max(a, b)] = std::min(a, b);
+  }
+
+ private:
+  std::vector<int32_t> parent_;
+};
 
 // A number per source and destination: table[src * devices + dst], or one number for all of them.
 struct PairTable {

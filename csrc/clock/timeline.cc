@@ -50,9 +50,9 @@ Rows places(const int32_t* values, int32_t size, int32_t count) {
 }
 
 void Graph::derive() {
-  group_ops = places(group, groups);
-  inputs = transpose(consumers, ops);
-  outputs = places(producer, ops);
+  group_ops = shared(places(group, groups));
+  inputs = shared(transpose(consumers, ops));
+  outputs = shared(places(producer, ops));
   std::vector<int64_t> sums(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) sums[producer[t]] += nbytes[t];
   output_bytes = std::move(sums);

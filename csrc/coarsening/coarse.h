@@ -20,12 +20,8 @@ struct CoarseGraph {
 CoarseGraph coarsen(const Problem& problem, const std::vector<uint8_t>& idle,
                     const std::vector<int32_t>& color, int64_t limit);
 
-// Per part, the most bytes of workspaces and of tensors that never leave it, while its ops run in
-// order.
-std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<int32_t>& part_of,
-                                      int32_t parts);
-
-// The tensors that do leave their part, and for each the other parts that consume it, ascending.
+// The tensors that leave their part, or stay, and for each the other parts that consume it,
+// ascending.
 struct CoarseTensors {
   std::vector<int32_t> tensors;
   Rows consumers;
@@ -33,11 +29,13 @@ struct CoarseTensors {
 CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>& part_of,
                              int32_t parts);
 
+// Per part, the most bytes of workspaces and of tensors that never leave it, so are not among
+// these, while its ops run in order.
+std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<int32_t>& part_of,
+                                      int32_t parts, const std::vector<int32_t>& tensors);
+
 // The same problem with the groups of each cluster joined into one.
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
-
-// The problem with only these devices, renumbered in their order.
-Problem restricted(const Problem& problem, const std::vector<int32_t>& devices);
 
 // Nested clusters of well-connected groups: per level and group its cluster, counted by first
 // group. Level 0 has every group alone, every other level joins clusters of the one before, and the

@@ -7,17 +7,9 @@
 namespace baechi {
 
 std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<int32_t>& part_of,
-                                      int32_t parts) {
-  // A tensor is internal where all that consume it are in its producer's part, and something is.
-  std::vector<uint8_t> internal(problem.tensors, 0);
-  for (int32_t tensor = 0; tensor < problem.tensors; ++tensor) {
-    const int32_t part = part_of[problem.producer[tensor]];
-    bool inside = !problem.kept[tensor] && problem.consumers.size(tensor) > 0;
-    for (int32_t consumer : Row(problem.consumers, tensor)) {
-      inside = inside && part_of[consumer] == part;
-    }
-    internal[tensor] = inside;
-  }
+                                      int32_t parts, const std::vector<int32_t>& tensors) {
+  std::vector<uint8_t> internal(problem.tensors, 1);
+  for (int32_t tensor : tensors) internal[tensor] = 0;
   std::vector<int64_t> live(parts, 0), peak(parts, 0);
   for (int32_t op = 0; op < problem.ops; ++op) {
     const int32_t part = part_of[op];
@@ -90,55 +82,6 @@ Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster) {
   result.group_persistent = std::move(persistent);
   result.allowed = allowed_together(problem, cluster, result.groups);
   result.derive();
-  result.finish();
-  return result;
-}
-
-Problem restricted(const Problem& problem, const std::vector<int32_t>& devices) {
-  Problem result = problem;
-  const int32_t n = static_cast<int32_t>(devices.size());
-  result.devices = n;
-  result.device_class.clear();
-  result.pool.clear();
-  result.memory.clear();
-  std::vector<int32_t> pool_of(problem.pools, -1);
-  for (int32_t device : devices) {
-    int32_t& pool = pool_of[problem.pool[device]];
-    if (pool < 0) {
-      pool = static_cast<int32_t>(result.memory.size());
-      result.memory.push_back(problem.memory[problem.pool[device]]);
-    }
-    result.pool.push_back(pool);
-    result.device_class.push_back(problem.device_class[device]);
-  }
-  result.host.clear();
-  result.ahead.clear();
-  for (int32_t device : devices) {
-    if (problem.hosts > 0) result.host.push_back(problem.host[device]);
-    result.ahead.push_back(problem.ahead[device]);
-  }
-  result.pools = static_cast<int32_t>(result.memory.size());
-  if (problem.rate.values.size() > 1) {
-    result.latency.values.assign(static_cast<size_t>(n) * n, 0);
-    result.rate.values.assign(static_cast<size_t>(n) * n, 0);
-    const bool overhead = !problem.overhead.values.empty();
-    if (overhead) result.overhead.values.assign(static_cast<size_t>(n) * n, 0);
-    for (int32_t src = 0; src < n; ++src) {
-      for (int32_t dst = 0; dst < n; ++dst) {
-        const size_t at = static_cast<size_t>(src) * n + dst;
-        result.latency.values[at] = problem.latency_ns(devices[src], devices[dst]);
-        result.rate.values[at] = problem.bytes_per_s(devices[src], devices[dst]);
-        if (overhead) result.overhead.values[at] = problem.overhead_ns(devices[src], devices[dst]);
-      }
-    }
-  }
-  if (!problem.allowed.empty()) {
-    result.allowed.clear();
-    for (int32_t device : devices) {
-      const auto row = problem.allowed.begin() + static_cast<int64_t>(device) * problem.groups;
-      result.allowed.insert(result.allowed.end(), row, row + problem.groups);
-    }
-  }
   result.finish();
   return result;
 }

@@ -5,30 +5,9 @@
 // rounds get cheaper: a round is O(arcs) except for a heap of the ready parts.
 #pragma once
 
-#include <numeric>
-
 #include "clock/core.h"
 
 namespace baechi::contraction {
-
-class Union {
- public:
-  explicit Union(int32_t n) : parent_(n) { std::iota(parent_.begin(), parent_.end(), 0); }
-
-  int32_t find(int32_t x) {
-    while (parent_[x] != x) x = parent_[x] = parent_[parent_[x]];
-    return x;
-  }
-  // The root of the result, which is its smallest element.
-  int32_t join(int32_t a, int32_t b) {
-    a = find(a);
-    b = find(b);
-    return parent_[std::max(a, b)] = std::min(a, b);
-  }
-
- private:
-  std::vector<int32_t> parent_;
-};
 
 // The parts between two rounds, in topological order, and the tensors between them. A group is
 // identified by its first part, and per-group data is stored there.

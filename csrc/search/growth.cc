@@ -129,7 +129,7 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
   part.producer = std::move(producer);
   part.nbytes = std::move(nbytes);
   part.kept = std::move(kept);
-  part.consumers = std::move(consumers);
+  part.consumers = shared(std::move(consumers));
   part.derive();
   part.finish();
   return part;

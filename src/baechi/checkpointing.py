@@ -84,9 +84,10 @@ def checkpointed_by_the_model(traced: Traced) -> tuple[str, ...]:
     on = [name for name, module, flag in flags if name and flag is True and module.training]
     inner = [name for name in on if not any(other.startswith(f"{name}.") for other in on)]
     names = tuple(name for name in inner if units_of(traced, {name}))
-    with suppress(InputError):  # units that need each other's gradients
-        traced.structure(checkpoint=names)
-        return names
+    if names:
+        with suppress(InputError):  # units that need each other's gradients
+            traced.structure(checkpoint=names)
+            return names
     return ()
 
 

@@ -168,7 +168,7 @@ def place(
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
         cluster = tape_links(cluster)
-    dynamic, say = check_dynamic(dynamic), _say if progress else _silent
+    dynamic, say = check_dynamic(dynamic), _say if progress else lambda _: None
     planner = _Planner(
         cluster=cluster,
         places=places,
@@ -464,10 +464,6 @@ def _say(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"baechi: {text}", style="dim")
-
-
-def _silent(text: str) -> None:
-    del text
 
 
 def _largest(call: Call, kin: Sequence[Executable]) -> str:

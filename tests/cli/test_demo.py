@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import demo
+from benchmarks.demo import Job, demo_jobs, run, show
 from seeds import some
+from typer.testing import CliRunner
 
 import baechi
 from baechi import ExecutionError, InputError
-from baechi.cli import demo
-from baechi.cli.demo import Job, demo_jobs, run, show
+from baechi.cli.commands import app
 from baechi.units import format_ns
 
 drawn = pytest.mark.skipif(
@@ -123,13 +125,20 @@ def test_what_the_demo_needs_is_checked_first(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="the demo needs torch: pip install torch"):
         run(tmp_path / "out")
     monkeypatch.undo()
-    monkeypatch.setattr(Path, "is_file", lambda _: False)
-    with pytest.raises(InputError, match="run it in a checkout"):
-        run(tmp_path / "out")
-    monkeypatch.undo()
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot make folder"):
         run(tmp_path / "file" / "out")
+
+
+def test_the_demo_is_found_in_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    found = CliRunner().invoke(app, ["demo", "--out", "file/out"])
+    assert "cannot make folder" in found.output
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
+    found = CliRunner().invoke(app, ["demo", "--out", "out"])
+    assert found.exit_code == 2
+    assert "run it in a checkout" in found.output
 
 
 def test_the_models_are_those_that_the_demo_names():

@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
+from benchmarks.random_jobs import log_normal, poisson_jobs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from seeds import covering
@@ -49,7 +50,6 @@ from baechi.cluster_simulation.policies.policy import (
 )
 from baechi.cluster_simulation.results import ROW, cluster_csv, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.traces import log_normal, poisson_jobs
 
 CHAIN = OpGraph(
     tuple(Op(f"op{i}", 1_000_000, persistent_bytes=10) for i in range(4)),
@@ -481,8 +481,6 @@ def test_counting_cannot_share():
         (lambda: scheme_named("worst"), "scheme is 'worst'"),
         (lambda: sharing_named("green", 2), "sharing is 'green'"),
         (lambda: policy_named("dlas-gpu-gittins", samples=[]), "needs samples"),
-        (lambda: poisson_jobs(per_tick=0, durations=1, seed=0, count=1), "per_tick is 0"),
-        (lambda: poisson_jobs(per_tick=1, durations=1, seed=0), "count or until"),
     ],
 )
 def test_what_is_wrong_is_said(make, text):

@@ -10,7 +10,7 @@ import pytest
 from fitting_oracle import fits_in_index_order, grown
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Oracle
+from oracle import Oracle, spans
 from strategies import clusters, constraints_for, graphs, placements, random_favorites
 
 from baechi import (
@@ -245,7 +245,7 @@ def test_the_list_schedulers_agree_with_the_oracle(data, sct):
     )
     timeline = Problem(graph, cluster, rules).timeline()
     assert timeline.list_schedule(np.array(favorites or [], np.int32)) == done
-    assert timeline.spans() == [(op, *span) for op, span in clock.spans.items()]
+    assert spans(timeline) == [(op, *span) for op, span in clock.spans.items()]
 
 
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from(EFFORTS))

@@ -9,6 +9,7 @@ from benchmarks.placement_quality import generators
 from benchmarks.placement_quality.mirroring import mirrored
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import spans
 from seeds import seeds
 from strategies import clusters, constraints_for, dense, graphs, hosted, launched, placements, tight
 
@@ -288,28 +289,17 @@ def test_a_partition_keeps_groups_together_and_to_what_is_allowed(data, windows,
 def test_devices_alone_take_as_long_as_among_others(data, draw):
     graph, cluster = data.draw(graphs(max_ops=10)), data.draw(clusters())
     some = sorted(data.draw(st.sets(st.integers(0, len(cluster.devices) - 1), min_size=1)))
-    few = _core.restricted(Problem(graph, cluster).core, np.array(some, np.int32))
-    inner = Problem(graph, Cluster(*_part(cluster, some)))
+    problem = Problem(graph, cluster)
+    inner = problem.on(some)
     devices, order = (np.array(row, np.int32) for row in anything(inner, draw))
-    alone, among = _core.Timeline(few), Problem(graph, cluster).timeline()
+    alone, among = inner.timeline(), problem.timeline()
     stuck = alone.fold(devices, order)
     assert stuck == among.fold(np.array(some, np.int32)[devices], order)
     if stuck < 0:
         assert alone.makespan() == among.makespan()
-        assert alone.spans() == inner_spans(inner, devices, order)
         assert max(alone.peaks()) == max(among.peaks())
-
-
-def _part(cluster, some):
-    """The parts of the cluster with these devices alone."""
-    links = tuple(tuple(cluster.links[a][b] for b in some) for a in some)
-    return tuple(cluster.devices[d] for d in some), links, cluster.ports
-
-
-def inner_spans(problem, devices, order):
-    timeline = problem.timeline()
-    timeline.fold(devices, order)
-    return timeline.spans()
+        renumbered = [(op, some[device], *times) for op, device, *times in spans(alone)]
+        assert renumbered == [tuple(span) for span in spans(among)]
 
 
 def check_improved(problem, budget):

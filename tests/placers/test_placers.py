@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Oracle, list_schedule
+from oracle import Oracle, list_schedule, spans, transfers
 from seeds import seeds
 from strategies import clusters, dense, graphs, hosted, launched, random_favorites, tight
 
@@ -64,8 +64,8 @@ def assert_schedulers_agree(graph, cluster, children, headroom=0.0):
     plain = None if children is None else [None if c < 0 else c for c in children]
     done = timeline.list_schedule(np.array(children or [], np.int32))
     assert done == list_schedule(oracle, plain)
-    assert timeline.spans() == [(op, *span) for op, span in oracle.spans.items()]
-    assert timeline.transfers() == oracle.transfers
+    assert spans(timeline) == [(op, *span) for op, span in oracle.spans.items()]
+    assert transfers(timeline) == oracle.transfers
 
 
 @given(graphs(max_ops=10), clusters(), st.integers(0, 9), st.booleans())
@@ -148,13 +148,13 @@ def test_equal_devices_that_are_reserved_or_forbidden_are_not_taken_for_unused_o
     timeline = Problem(graph, cluster, rules).timeline()
     oracle = Oracle(graph, cluster, constraints=rules)
     assert timeline.list_schedule(np.empty(0, np.int32)) == list_schedule(oracle) is True
-    assert timeline.spans() == [(op, *span) for op, span in oracle.spans.items()]
+    assert spans(timeline) == [(op, *span) for op, span in oracle.spans.items()]
     held = Problem(graph, cluster).timeline()
     oracle = Oracle(graph, cluster)
     # Nothing is held back from an op alone in its group, so a difference is no difference here.
     held.hold_back(0, 8)
     assert held.list_schedule(np.empty(0, np.int32)) == list_schedule(oracle) is True
-    assert held.spans() == [(op, *span) for op, span in oracle.spans.items()]
+    assert spans(held) == [(op, *span) for op, span in oracle.spans.items()]
 
 
 @given(graphs(), clusters(whole=True), st.sampled_from(SEARCHING + FIXED))
@@ -207,9 +207,9 @@ def test_sct_waits_for_the_favorite_child_where_etf_does_not():
     etf, sct = problem.timeline(), problem.timeline()
     etf.list_schedule(np.empty(0, np.int32))
     sct.list_schedule(np.array([2, -1, -1, -1], np.int32))
-    assert etf.spans() == [(0, 0, 0, 10), (1, 1, 0, 10), (3, 0, 10, 20), (2, 0, 21, 31)]
+    assert spans(etf) == [(0, 0, 0, 10), (1, 1, 0, 10), (3, 0, 10, 20), (2, 0, 21, 31)]
     # Device 0 is awake for y. w could start there at 10, but on device 1 only at 21: not urgent.
-    assert sct.spans() == [(0, 0, 0, 10), (1, 1, 0, 10), (2, 0, 21, 31), (3, 1, 21, 31)]
+    assert spans(sct) == [(0, 0, 0, 10), (1, 1, 0, 10), (2, 0, 21, 31), (3, 1, 21, 31)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import spans, transfers
 from strategies import clusters as device_clusters
 from strategies import colored, graphs
 
@@ -89,7 +90,7 @@ def etf(core):
     """What earliest task first does with the problem: spans, transfers and peaks."""
     timeline = _core.Timeline(core)
     timeline.list_schedule(np.empty(0, np.int32))
-    return timeline.spans(), timeline.transfers(), timeline.peaks()
+    return spans(timeline), transfers(timeline), timeline.peaks()
 
 
 @given(graphs(max_ops=12), device_clusters())

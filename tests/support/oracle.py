@@ -13,6 +13,20 @@ from baechi.records.graph import OpGraph
 FOREVER = 10**30
 
 
+def spans(timeline):
+    """(op, device, start, end) of the core's timeline, in launch order."""
+    return _rows(timeline.span_columns())
+
+
+def transfers(timeline):
+    """(tensor, src, dst, start, end), in the order in which they were committed."""
+    return _rows(timeline.transfer_columns())
+
+
+def _rows(columns):
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
 @dataclass
 class Copy:
     """A tensor in the memory of a pool, received or produced by `holder`."""

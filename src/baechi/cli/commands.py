@@ -19,6 +19,7 @@ from baechi.cli.console import (
     MODEL_HELP,
     Group,
     OutOption,
+    import_file,
     say,
     show,
     trace_model,
@@ -45,6 +46,7 @@ ConstraintsOption = Annotated[
     ),
 ]
 MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
+_DEMO = Path("benchmarks", "demo.py")
 PinOption = Annotated[
     list[str] | None,
     typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
@@ -344,15 +346,20 @@ def demo(
     """Split two real models that fit no single device, train them, compare with the prediction.
 
     A GPT-2 and an Inception-v3 with random weights, on logical CPU devices. Takes up to three
-    minutes and some 6 GB of memory. Needs torch, transformers and plotly.
+    minutes and some 6 GB of memory. Needs torch, transformers, plotly, and a checkout of Baechi.
 
     For example:
 
         baechi demo --out baechi-demo
     """
-    from baechi.cli.demo import run
-
-    run(out, quick=quick)
+    paths = [root / _DEMO for root in (Path.cwd(), Path(__file__).resolve().parents[3])]
+    found = next((path for path in paths if path.is_file()), None)
+    if found is None:
+        raise InputError(
+            f"the demo is {_DEMO}, which is in the source but not in the installed package: run "
+            "it in a checkout of Baechi."
+        )
+    import_file(found).run(out, quick=quick)
 
 
 app.command("cluster")(simulate_jobs)

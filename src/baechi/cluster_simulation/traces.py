@@ -1,17 +1,15 @@
-"""Job traces: readers of published formats (docs/cluster.md), and random jobs.
+"""Job traces: readers of published formats (docs/cluster.md).
 
 Times are in seconds, from the first arrival where the file has clock times.
 """
 
 import csv
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, Final, TypeVar, final
 
 from baechi.cluster_simulation.contention import WHOLE
@@ -351,43 +349,3 @@ def _seconds(text: Any, what: str) -> int:
     except ValueError:
         raise _BadEntryError(f"{what} is {text!r}, no time such as 2017-10-07 01:11:39") from None
     return round((moment - datetime(1970, 1, 1)).total_seconds())
-
-
-def poisson_jobs(
-    *,
-    per_tick: float,
-    durations: Callable[[Random], int] | int,
-    seed: int,
-    count: int | None = None,
-    until: int | None = None,
-    gpus: Sequence[int] = (1,),
-    weights: Sequence[float] | None = None,
-) -> tuple[Job, ...]:
-    """Jobs with exponential gaps between arrivals; the same arguments give the same jobs.
-
-    They stop after `count` jobs or at the time `until`, and ask for one of the numbers of `gpus`,
-    in proportion to their weights.
-
-    Raises:
-        InputError: A rate that is not positive, or neither `count` nor `until`.
-    """
-    if not (per_tick > 0 and math.isfinite(per_tick)):
-        raise InputError(f"per_tick is {per_tick}; give a positive, finite rate of arrivals.")
-    if count is None and until is None:
-        raise InputError("give count or until, or jobs arrive for ever.")
-    draw = Random(seed)
-    jobs: list[Job] = []
-    moment = 0.0
-    while count is None or len(jobs) < count:
-        moment += draw.expovariate(per_tick)
-        if until is not None and moment >= until:
-            break
-        duration = durations if isinstance(durations, int) else durations(draw)
-        width = draw.choices(gpus, weights)[0]
-        jobs.append(Job(f"job{len(jobs)}", width, int(moment), duration))
-    return tuple(jobs)
-
-
-def log_normal(median: float, sigma: float) -> Callable[[Random], int]:
-    """Durations with a heavy tail, as clusters have: the logarithm is normal with `sigma`."""
-    return lambda draw: max(1, round(draw.lognormvariate(math.log(median), sigma)))

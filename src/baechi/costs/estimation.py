@@ -49,13 +49,10 @@ _ROUNDED: Final = frozenset({"matmul", "convolution", "recurrent"})
 @final
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of one operator.
+    """The work of one operator: the kernels of its forward and of its backward, in order.
 
     Attributes:
-        forward: Its kernels, in order.
-        backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
-        backward_workspace_bytes: The same of its backward.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
         backward_reused_bytes: What of its backward's gradients takes the room of what it kept.
     """

@@ -67,7 +67,6 @@ class _Gradients:
     Attributes:
         ops: The operators of the nodes that compute, in program order.
         running, ending: As in `Held`, for each.
-        joining: The operators that join.
     """
 
     traced: Traced

@@ -208,7 +208,7 @@ class _Space:
         self.devices = devices
         self._problem = problem
         whole = len(devices) == len(problem.device_pool)
-        self._core = problem.core if whole else _core.restricted(problem.core, devices)
+        self._core = (problem if whole else problem.on(devices.tolist())).core
         self._clusters = _core.group_clusters(self._core, problem.group_colors)
         self._target, self._threads, self._halt = target, threads, halt
 

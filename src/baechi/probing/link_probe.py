@@ -37,6 +37,7 @@ from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import propagate, quiet
 from baechi.tracing.calling_convention import canonical_call, flat_model
+from baechi.tracing.guards import Attributes
 from baechi.tracing.lowering import lower
 
 # A link whose bytes cost nothing has this rate: 1 ns for each petabyte per second.
@@ -65,12 +66,7 @@ _STEPS: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link, and how well it predicts the times that it was fitted to.
-
-    Attributes:
-        worst_error: The largest |predicted - measured| / measured.
-        worst_bytes: The size of the message with this error.
-    """
+    """A link, and the largest |predicted - measured| / measured of the times it was fitted to."""
 
     link: Link
     sizes: tuple[int, ...]
@@ -244,7 +240,7 @@ def _traced_chain(x: torch.Tensor) -> Traced:
         flat, returned = flat_model(model, call)
         module = fx.GraphModule(flat, fx.Tracer().trace(flat))
         facts = propagate(module, call.tensors)
-        ops, tensors, lowered = lower(model, module, facts, call, returned[-1])
+        ops, tensors, lowered = lower(model, module, facts, call, returned[-1], Attributes(model))
     attempts = (Attempt("torch.fx.symbolic_trace"),)
     return Traced("Chain", ops, tensors, attempts, model.training, lowered)
 

@@ -53,7 +53,7 @@ def scheduled(
     Args:
         graph: The placed graph.
         cluster: Its devices.
-        placement: Its placement.
+        placement: The placement.
         gpus: The GPU of every logical device; None for a CPU.
         replayed: Whether it runs as CUDA graphs, which free nothing between steps.
         program: The program of the streams, if known.

@@ -269,11 +269,9 @@ class StepStructure:
 @final
 @dataclass(frozen=True)
 class OpGraph(StepStructure):
-    """Operators and the tensors between them; index order is a topological order.
+    """The structure of a step with its costs.
 
     Attributes:
-        ops: The vertices.
-        tensors: The hyperedges.
         times: Device kind to the time of every op on it, where known per kind.
 
     Raises:

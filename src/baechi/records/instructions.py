@@ -62,7 +62,6 @@ class Tape:
     """Operators whose forward is one autograd graph.
 
     Attributes:
-        device: Device that runs them.
         ops: Forward operators, in execution order; ascending where there is a backward.
         again: The operator of the graph that runs them forward again; -1 if they keep their graph.
     """
@@ -78,7 +77,6 @@ class Segment:
     """Operators that a device runs without interruption.
 
     Attributes:
-        device: Its device.
         tapes: Indices of the program's tapes, in execution order.
         reads: Tensors made by other segments or by the caller.
         writes: Tensors made for other segments, for the caller, or for another of its tapes.
@@ -143,7 +141,6 @@ class Program:
         graph_digest: `OpGraph.digest` of its graph.
         names: Of the forward operators.
         twins: The backward operator of every forward operator, or -1.
-        lanes: The lanes.
         tapes: The tapes, in the order in which forward segments name them.
         phases: The forward; and the backward if there is one.
     """

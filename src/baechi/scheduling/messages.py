@@ -151,7 +151,6 @@ class Failure:
     Attributes:
         error: `"input"`, `"limit"`, `"unknown-graph"`, `"unauthorized"`, `"busy"`, or the
             `reason` of a `ReservationError`.
-        message: Text for people.
     """
 
     error: str

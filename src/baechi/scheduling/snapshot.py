@@ -206,13 +206,7 @@ class Site:
 @final
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The reservation of a job.
-
-    Attributes:
-        job: Its name.
-        claims: Its claims, as granted.
-        version: The version of the ledger that it made.
-    """
+    """The claims of a job as granted, and the version of the ledger that they made."""
 
     job: str
     claims: tuple[Claim, ...]
@@ -222,12 +216,7 @@ class Reservation:
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """The free resources at one version of a ledger.
-
-    Attributes:
-        version: Number of changes of the ledger.
-        uses: The part of every device that is taken.
-    """
+    """The free resources after so many changes of a ledger; `uses` is what every device lacks."""
 
     site: Site
     version: int = 0
@@ -317,8 +306,8 @@ def claims_of(
     """The claims of a placement on the devices that it uses.
 
     Args:
-        cluster: The cluster that it was made for.
-        placement: Which device runs which op.
+        cluster: The cluster that the placement was made for.
+        placement: The placement.
         peak_bytes: `Schedule.peak_bytes` of it there; a pool's is claimed once.
         shares: The compute that it takes, in thousandths of a device; by device name, or for all.
     """

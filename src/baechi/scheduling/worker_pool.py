@@ -36,11 +36,9 @@ _START_SECONDS: Final = 60.0
 
 
 class Question(NamedTuple):
-    """A question about a graph; without a request, whether the graph can be read.
+    """A question about the graph in a text; without a request, whether it can be read.
 
-    Attributes:
-        text: The graph's file.
-        state: Version, uses and jobs of the snapshot; every worker has its site already.
+    `state` has version, uses and jobs of the snapshot; every worker has its site already.
     """
 
     text: str

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, final
@@ -64,9 +64,12 @@ class Traced(TracedOperators):
     @cached_property
     def digest(self) -> str:
         """The sha256, in hexadecimal, of everything but the module."""
-        rows = [self.name, self.training, [astuple(op) for op in self.ops]]
-        rows.append([astuple(tensor) for tensor in self.tensors])
-        text = json.dumps(rows, separators=(",", ":"))
+        read_op, read_tensor = (
+            attrgetter(*(field.name for field in fields(kind))) for kind in (TracedOp, TracedTensor)
+        )
+        rows = [self.name, self.training, [*map(read_op, self.ops)]]
+        rows.append([*map(read_tensor, self.tensors)])
+        text = json.dumps(rows, separators=(",", ":"), default=astuple)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property

@@ -41,15 +41,7 @@ from baechi.tracing.workarounds import most_selected, resized_by_symbols
 @final
 @dataclass(frozen=True)
 class Value:
-    """A tensor that a node yields.
-
-    Attributes:
-        storage: Index into `Facts.storages`.
-        shape: Its sizes.
-        stride: Its strides.
-        dtype: Its element type.
-        requires_grad: Whether a gradient flows back through it.
-    """
+    """A tensor that a node yields; `storage` is an index into `Facts.storages`."""
 
     storage: int
     shape: tuple[int, ...]

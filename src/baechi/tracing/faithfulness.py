@@ -98,12 +98,7 @@ def refuse_scripted(model: nn.Module) -> None:
 def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
-    Args:
-        model: The model.
-        mode: The caller's mode of gradients, which the model's code sees.
-
-    Yields:
-        The custom functions that became nodes.
+    Yields the custom functions that became nodes. The model's code sees the caller's `mode`.
 
     Raises:
         RuntimeError: Something would be lost, unless a submodule stays whole.

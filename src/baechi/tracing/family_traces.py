@@ -45,9 +45,10 @@ def sized(traced: Traced, values: Sequence[int]) -> Traced:
         return traced
     facts, call = module.family.facts(values), module.family.call_at(values)
     ops, tensors, found = lower(
-        *(module.model, module.graph_module, facts, call, module.family.returned(values))
+        *(module.model, module.graph_module, facts, call),
+        *(module.family.returned(values), module.attributes),
     )
-    found = replace(found, attributes=module.attributes, gradients=module.gradients)
+    found = replace(found, gradients=module.gradients)
     return replace(traced, ops=ops, tensors=tensors, module=found)
 
 

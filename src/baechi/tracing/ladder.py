@@ -138,11 +138,6 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
         torch.func.functional_call(flat, copies, inputs)
 
 
-def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    """Trace with fx, and with submodules opaque that it cannot trace."""
-    return Capture(*symbolic_trace(mode, model, call))
-
-
 @contextmanager
 def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
     """Let `len(tensor)` in the model's code be a symbol; Python's own makes an int of it."""
@@ -168,7 +163,8 @@ def ladder(
     while branches.give_way():
         yield f"{name}{branches}", export
     if not places:  # fx knows no symbols
-        yield "module granularity, opaque leaves", partial(_opaque, mode)
+        opaque = partial(symbolic_trace, mode)
+        yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
     branches = EagerBranches()
     name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
     yield name, values
@@ -231,11 +227,8 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
             with quiet(), unchanged(model), ctc_losses_known():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
-                ops, tensors, module = _lowered(model, call, captured, places)
-                # Forward sets some attributes itself, whose values do not count.
-                module = replace(
-                    module, attributes=before.settled(), gradients=mode.observed, reads=reads
-                )
+                ops, tensors, module = _lowered(model, call, captured, places, before)
+                module = replace(module, gradients=mode.observed, reads=reads)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             return Traced(name, ops, tensors, taken, model.training, module)
         except (InputError, TraceError, torch.OutOfMemoryError):
@@ -334,7 +327,7 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lowered(
-    model: nn.Module, call: Call, captured: Capture, places: frozenset[Place]
+    model: nn.Module, call: Call, captured: Capture, places: frozenset[Place], before: Attributes
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     module, family, returned = in_turn(read_once(captured.module)), None, captured.returned
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
@@ -345,7 +338,9 @@ def _lowered(
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
     kept = _kept(call, facts)
-    ops, tensors, lowered = lower(model, captured.module, facts, kept, returned)
+    # Forward sets some attributes itself, whose values do not count.
+    attributes = before.settled()
+    ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions)
 
 

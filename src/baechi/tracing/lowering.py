@@ -31,13 +31,9 @@ from baechi.tracing.pytrees import Structure
 @final
 @dataclass(frozen=True)
 class TracedModule:
-    """The torch side of a `Traced`: what runs.
+    """The torch side of a `Traced`: the user's model, the flat graph over it, and the example call.
 
     Attributes:
-        model: The user's model.
-        graph_module: The flat graph over it.
-        facts: The effects of each node.
-        call: The example call, with its tensors.
         returned: The structure around the outputs.
         nodes: The fx nodes of every op, in program order.
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
@@ -73,7 +69,12 @@ class TracedModule:
 
 
 def lower(
-    model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
+    model: nn.Module,
+    module: fx.GraphModule,
+    facts: Facts,
+    call: Call,
+    returned: Structure,
+    attributes: Attributes,
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     """The operators and tensors of a flat graph, and what runs of them."""
     parts = Partition(module, facts)
@@ -83,7 +84,6 @@ def lower(
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))
-    attributes = Attributes(model)
     traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
 

@@ -59,7 +59,7 @@ class Observer:
     Args:
         hook: The hook.
         module: The module that has it.
-        title: The hook and its module, for people.
+        title: Both, for people.
         seen: The hook's arguments after the module, without tensors.
     """
 

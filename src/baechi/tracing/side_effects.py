@@ -140,8 +140,9 @@ def _restore(module: nn.Module, before: tuple[Any, ...], known: set[int]) -> lis
     made: list[str] = []
     for now, then in zip(_registered(module), rows, strict=True):
         for name, value in now.items():
-            chosen = isinstance(value, nn.Module) and _state_of(value) <= known
-            if value is not then.get(name) and not chosen:
+            if value is then.get(name):
+                continue
+            if not isinstance(value, nn.Module) or not _state_of(value) <= known:
                 made.append(name)
         if len(now) != len(then) or made:
             now.clear()

@@ -1,4 +1,4 @@
-"""The demo: two real models that fit no single device are split, trained and compared.
+"""`baechi demo`: two real models that fit no single device are split, trained and compared.
 
 Every placer places the same graph on logical CPU devices whose memory is too small for the whole,
 and the model trains on them: predicted step and peaks stand beside measured ones. All results are
@@ -56,16 +56,8 @@ def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"the demo needs {package}: pip install {package}")
-    file = Path("benchmarks", "models", "inception_v3.py")  # no part of the installed package
-    paths = [root / file for root in (Path.cwd(), Path(__file__).resolve().parents[3])]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
-        raise InputError(
-            f"the demo needs {file}, which is in the source but not in the installed package: run "
-            "it in a checkout of Baechi."
-        )
     title = "GPT-2, 2 layers, 64 wide" if quick else "GPT-2 small, 12 layers, 768 wide"
-    gpt2, inception = partial(_gpt2, quick=quick), partial(_inception, found, 96 if quick else 299)
+    gpt2, inception = partial(_gpt2, quick=quick), partial(_inception, 96 if quick else 299)
     return (
         Job("gpt2", title, gpt2, lambda output: output.loss, "adamw", 3e-4, devices=3),
         Job("inception", "Inception-v3", inception, _cross_entropy, "momentum", 1e-3, devices=2),
@@ -87,10 +79,11 @@ def _gpt2(*, quick: bool) -> Example:
     return model, (ids,), {"labels": ids}
 
 
-def _inception(path: Path, size: int) -> Example:
+def _inception(size: int) -> Example:
     import torch
 
-    return import_file(path).inception_v3(num_classes=1000), (torch.randn(2, 3, size, size),), {}
+    models = import_file(Path(__file__).with_name("models") / "inception_v3.py")
+    return models.inception_v3(num_classes=1000), (torch.randn(2, 3, size, size),), {}
 
 
 def _cross_entropy(logits: Any) -> Any:
