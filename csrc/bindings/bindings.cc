@@ -153,10 +153,11 @@ std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Prob
   return arrays;
 }
 
-bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
+bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
+                      bool overfull) {
   const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
   nb::gil_scoped_release unlocked;
-  return ranked_schedule(timeline, rank, after);
+  return ranked_schedule(timeline, rank, after, overfull);
 }
 
 bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
@@ -267,7 +268,8 @@ NB_MODULE(_core, m) {
           "op"_a, "device"_a)
       .def("fold", &fold, "devices"_a, "order"_a)
       .def("list_schedule", &schedule, "favorites"_a)
-      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a)
+      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a,
+           "overfull"_a = false)
       .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
       .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
@@ -320,6 +322,17 @@ NB_MODULE(_core, m) {
         return array_of(std::move(order));
       },
       "problem"_a, "devices"_a);
+  m.def(
+      "level_order",
+      [](const Problem& problem) {
+        std::vector<int32_t> order;
+        {
+          nb::gil_scoped_release unlocked;
+          order = level_order(problem);
+        }
+        return array_of(std::move(order));
+      },
+      "problem"_a);
   m.def(
       "backtrack",
       [](const Problem& problem, Array<int32_t> order, int64_t budget, uint64_t seed) {

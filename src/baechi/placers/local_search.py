@@ -23,7 +23,7 @@ from baechi import _core
 from baechi.placers.device_choice import MOST_USED, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.placer import Placer, distinct_loads, placed_in, shortest, timed
+from baechi.placers.placer import Placer, distinct_loads, on_demand, placed_in, shortest, timed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
@@ -181,6 +181,13 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     return placed_in(problem, where, states[0].order, LocalSearch.name, {"evaluations": spent})
 
 
+def _start_of(timeline: _core.Timeline) -> _Start:
+    op, device, _, _ = timeline.span_columns()
+    devices = np.empty(len(op), np.int32)
+    devices[op] = device
+    return devices, np.asarray(op, np.int32)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class _State:
@@ -223,6 +230,8 @@ class _Space:
                 rows.append((devices, np.array(placement.order, np.int32)))
         if len(self.devices) > 1:
             rows += self._clustered(budget.levels)
+            if not placements:
+                rows += self._thrifty()
         if not rows:
             # Every group on its first allowed device.
             first = self._problem.allowed[self.devices].argmax(axis=0)
@@ -238,10 +247,18 @@ class _Space:
         for cluster in self._clusters[1 : 1 + levels]:
             timeline = _core.Timeline(_core.regrouped(self._core, cluster))
             if timeline.list_schedule(np.empty(0, np.int32)):
-                op, device, _, _ = timeline.span_columns()
-                devices = np.empty(len(op), np.int32)
-                devices[op] = device
-                rows.append((devices, np.asarray(op, np.int32)))
+                rows.append(_start_of(timeline))
+        return rows
+
+    def _thrifty(self) -> list[_Start]:
+        """Schedules in orders with few tensors in flight, over the memory where nothing else is."""
+        n, rows = self._problem.arrays.ops, []
+        for order in (_core.level_order(self._core), on_demand(self._problem)):
+            ranks = np.empty(n, np.int64)
+            ranks[np.asarray(order)] = np.arange(n, 0, -1)
+            timeline = _core.Timeline(self._core)
+            if timeline.ranked_schedule(ranks, np.empty(0, np.int64), overfull=True):
+                rows.append(_start_of(timeline))
         return rows
 
     def _partitions(self, devices: NDArray[np.int32], budget: Budget) -> list[_Start]:
