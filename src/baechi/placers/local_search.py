@@ -159,8 +159,9 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         space = _Space(problem, devices.astype(np.int32), target, threads, halt)
         states = space.evaluated(space.starts(placements, budget))
         spent, left, start = 0, 1.0, states[0]
-        for stage, (count, share) in enumerate(budget.stages):
-            if states[0].overflow_bytes == 0 and states[0].makespan_ns <= target:
+        for stage, (count, share) in enumerate((*budget.stages, budget.stages[-1])):
+            fits = states[0].overflow_bytes == 0
+            if fits and (stage == len(budget.stages) or states[0].makespan_ns <= target):
                 break
             gained_ns = start.makespan_ns - states[0].makespan_ns
             stalls = stage >= budget.patience and gained_ns * _CLOSE < start.makespan_ns
@@ -316,11 +317,17 @@ class _Space:
         return list(self._threads.map(search, states, range(seed, seed + len(states))))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
-        """Best first; overflowing ones count as longer by twice the missing share of memory."""
+        """Best first. Overflowing ones count as longer by twice the missing share of memory; where
+        none fits, the least overflow is best.
+        """
+        rows = list(states)
         memory = max(1, sum(self._problem.pool_memory))
+        none_fits = all(state.overflow_bytes for state in rows)
 
-        def rank(state: _State) -> tuple[bool, float]:
+        def rank(state: _State) -> tuple[int, float]:
+            if none_fits:
+                return state.overflow_bytes, state.makespan_ns
             price = 1 + 2 * len(self.devices) * state.overflow_bytes / memory
             return state.overflow_bytes > 0, state.makespan_ns * price
 
-        return sorted(states, key=rank)
+        return sorted(rows, key=rank)
