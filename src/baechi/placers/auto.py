@@ -107,6 +107,9 @@ class Auto(Placer):
         if better is None and not fitting and self.effort == "fast" and rescue:
             # Finding a placement matters more than speed.
             better = improved(problem, (), BALANCED)
+        elif better is not None and not fitting:
+            # It took the search to find something that fits.
+            better = improved(problem, [better], BUDGETS[self.effort]) or better
         if better is not None:
             candidates.append((better.placer, better))
         return best(candidates, self.name)
