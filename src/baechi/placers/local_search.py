@@ -231,7 +231,7 @@ class _Space:
                 rows.append((devices, np.array(placement.order, np.int32)))
         if len(self.devices) > 1:
             rows += self._clustered(budget.levels)
-            if not placements:
+            if not placements or budget.levels > 2:
                 rows += self._thrifty()
         if not rows:
             # Every group on its first allowed device.
