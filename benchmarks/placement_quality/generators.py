@@ -124,7 +124,16 @@ def small(seed: int, *, ccr: float = 1.0, free: bool = False) -> tuple[OpGraph, 
     return graph, Cluster.uniform(devices, memory, LINK)
 
 
-def planted(seed: int, ops: int, devices: int, *, ccr: float = 1.0, slack: float = 0.05) -> Planted:
+def planted(
+    seed: int,
+    ops: int,
+    devices: int,
+    *,
+    ccr: float = 1.0,
+    slack: float = 0.05,
+    reach: int = 4,
+    once: bool = False,
+) -> Planted:
     """A perfect schedule cut into pieces, as the module says.
 
     Args:
@@ -133,6 +142,8 @@ def planted(seed: int, ops: int, devices: int, *, ccr: float = 1.0, slack: float
         devices: How many; all equal, with the planted placement's largest peak, plus slack.
         ccr: Mean transfer over mean op.
         slack: Share of the memory above that peak.
+        reach: From how many ops back on a device inputs come, on average.
+        once: Whether a tensor has one reader at most.
     """
     draw = random.Random(seed)
     horizon = MEAN_NS * ops // devices
@@ -144,7 +155,7 @@ def planted(seed: int, ops: int, devices: int, *, ccr: float = 1.0, slack: float
         rows += [(begin, device, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     rows.sort()
     sizes = [_size(draw, ccr) for _ in rows]
-    consumers = _deliverable(draw, rows, sizes, devices)
+    consumers = _deliverable(draw, rows, sizes, devices, reach, once)
     rank = _shuffled(draw, consumers)
     built: list[Op] = [Op("unset", 0)] * ops
     for place, (begin, _, end) in enumerate(rows):
@@ -167,7 +178,12 @@ def planted(seed: int, ops: int, devices: int, *, ccr: float = 1.0, slack: float
 
 
 def _deliverable(
-    draw: random.Random, rows: list[tuple[int, int, int]], sizes: list[int], devices: int
+    draw: random.Random,
+    rows: list[tuple[int, int, int]],
+    sizes: list[int],
+    devices: int,
+    reach: int,
+    once: bool,
 ) -> list[list[int]]:
     """Consumers per op such that every input is there when its consumer starts.
 
@@ -200,10 +216,10 @@ def _deliverable(
             if len(chosen) == wanted or not done:
                 break
             # Mostly recent producers, whose transfer is just in time.
-            back = min(done, 1 + int(draw.expovariate(1 / (4 * devices))))
+            back = min(done, 1 + int(draw.expovariate(1 / (reach * devices))))
             source = by_end[done - back]
             here = rows[source][1] == device
-            if source in chosen or (here and draw.random() < 0.5):
+            if source in chosen or (once and consumers[source]) or (here and draw.random() < 0.5):
                 continue
             if here or arrived.get((source, device), begin + 1) <= begin:
                 chosen.add(source)

@@ -230,11 +230,12 @@ NB_MODULE(_core, m) {
           "favorites"_a)
       .def(
           "ranked_schedule",
-          [](Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
-            return unlocked(
-                [&] { return ranked_schedule(timeline, vector_of(ranks), vector_of(future)); });
+          [](Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future, bool overfull) {
+            return unlocked([&] {
+              return ranked_schedule(timeline, vector_of(ranks), vector_of(future), overfull);
+            });
           },
-          "ranks"_a, "future"_a)
+          "ranks"_a, "future"_a, "overfull"_a = false)
       .def(
           "insertion_schedule",
           [](Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
@@ -283,6 +284,12 @@ NB_MODULE(_core, m) {
         return array_of(unlocked([&] { return list_order(problem, row, ranks(problem, row)); }));
       },
       "problem"_a, "devices"_a);
+  m.def(
+      "level_order",
+      [](const Problem& problem) {
+        return array_of(unlocked([&] { return level_order(problem); }));
+      },
+      "problem"_a);
   m.def(
       "backtrack",
       [](const Problem& problem, Array<int32_t> order, int64_t budget, uint64_t seed) {

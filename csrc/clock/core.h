@@ -408,7 +408,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Pro
 //
 // Uses the end on the timeline, where the op fits. An op without room waits for memory.
 bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
-                     const std::vector<int64_t>& future);
+                     const std::vector<int64_t>& future, bool overfull = false);
 // Uses the end in the classical model, without ports and with idle gaps filled, while the `loads`
 // of the groups there stay below the memory; then commits in the order of those starts. The
 // timeline may exceed the memory.

@@ -233,13 +233,15 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Pro
 }
 
 bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
-                     const std::vector<int64_t>& future) {
+                     const std::vector<int64_t>& future, bool overfull) {
   const Problem& problem = timeline.problem();
   ReadyQueue ready(problem, ranks);
   std::vector<int32_t> aside;  // found no room since memory was last let go
   bool moved = false;          // whether an op was committed since then
-  while (!ready.empty() || (moved && !aside.empty())) {
+  bool forced = false;
+  while (!ready.empty() || ((moved || overfull) && !aside.empty())) {
     if (ready.empty()) {
+      forced = !moved;
       for (int32_t op : aside) ready.push(op);
       aside.clear();
       moved = false;
@@ -256,6 +258,16 @@ bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
         least = cost;
       }
     }
+    if (choice < 0 && forced) {
+      const std::vector<int64_t> left = timeline.left();
+      for (int32_t device = 0; device < problem.devices; ++device) {
+        if (!timeline.allows(op, device) || !timeline.arrival(op, device)) continue;
+        if (timeline.group_device(op) >= 0 && timeline.group_device(op) != device) continue;
+        if (choice < 0 || left[problem.pool[device]] > left[problem.pool[choice]]) choice = device;
+      }
+      if (choice < 0) return false;
+    }
+    forced = false;
     if (choice < 0) {
       aside.push_back(op);
       continue;

@@ -182,7 +182,8 @@ bool extend(const Problem& problem, const std::vector<int32_t>& sequence, int32_
   return true;
 }
 
-// Ops in topological order, lowest level first.
+}  // namespace
+
 std::vector<int32_t> level_order(const Problem& problem) {
   const std::vector<double> level = levels(problem);
   using Entry = std::pair<double, int32_t>;
@@ -205,8 +206,6 @@ std::vector<int32_t> level_order(const Problem& problem) {
   }
   return order;
 }
-
-}  // namespace
 
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
             int32_t stretch, int64_t budget, uint64_t seed, const Halt* halt) {

@@ -2,8 +2,9 @@
 //
 // A state is a device per group and an order of all ops, evaluated by `Trial`. A step proposes one
 // change, draws a limit on the time beforehand, and evaluates only up to that limit, so that most
-// proposals end early. Memory is checked only if the time is good enough. From a start that does
-// not fit, changes that reduce the overflow are taken until it does.
+// proposals end early. Memory is checked only if the time is good enough. As long as nothing has
+// fitted, the cost is the memory that is missing over time, what changes is mostly what is held
+// where most is missing, and the order is not listed anew, since that would not look at memory.
 //
 // One seeded generator, and no function whose last bit differs between machines: equal input gives
 // equal output. The budget is counted in evaluated ops.
@@ -59,10 +60,11 @@ class Search {
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * cycles - std::floor(progress * cycles);
       const double heat = scale_ * kHot * cooling_.at(cycle);
-      if (++proposals_ % 64 == 0) critical_ = trial_.critical();
+      if (++proposals_ % 64 == 0) focus();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
-      const bool listing = from_ == 0 && cycle < kListing && problem_.devices > 1;
+      const bool listing =
+          from_ == 0 && cycle < kListing && problem_.devices > 1 && best_.overflow == 0;
       if (listing ? !reassign() : !propose()) {
         trial_.undo();
         continue;
@@ -98,12 +100,16 @@ class Search {
   // mean op time): of equal steps the one with fewer transfers wins.
   static constexpr double kFinish = 1.0 / 1024, kTransfer = 1.0 / 1024;
 
+  // Weight of a byte that is missing on average over the step, in bytes missing at a peak. A peak
+  // alone would not tell whether a change helps where there are several.
+  static constexpr double kOverTime = 8;
+
   // Cost of a placement: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
     int64_t makespan;
     double finishes;
     int64_t transfers;
-    int64_t overflow;
+    Overflow overflow;
   };
 
   State state() {
@@ -112,8 +118,9 @@ class Search {
 
   // The makespan, the tie-breaker, and a price per byte that does not fit.
   double cost(const State& state) const {
-    return static_cast<double>(state.makespan) + aside(state) +
-           static_cast<double>(state.overflow) * price_;
+    double missing = static_cast<double>(state.overflow.bytes);
+    if (best_.overflow > 0) missing += kOverTime * state.overflow.mean_bytes;
+    return static_cast<double>(state.makespan) + aside(state) + missing * price_;
   }
 
   // The tie-breaker of equal makespans.
@@ -123,26 +130,33 @@ class Search {
   }
 
   bool is_better(const State& state) const {
-    if (state.overflow != best_.overflow) return state.overflow < best_.overflow;
+    if (state.overflow.bytes != best_.overflow) return state.overflow.bytes < best_.overflow;
     return state.makespan != best_.makespan ? state.makespan < best_.makespan
                                             : aside(state) < best_aside_;
   }
 
   void remember() {
-    best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow, 0};
+    best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow.bytes, 0};
     best_aside_ = aside(current_);
-    critical_ = trial_.critical();
+    focus();
   }
 
   void restart() {
     trial_.reset(best_.devices, best_.order);
     current_ = state();
-    critical_ = trial_.critical();
+    focus();
+  }
+
+  // The ops that most changes are about.
+  void focus() {
+    const Overflow& overflow = current_.overflow;
+    focus_ = best_.overflow > 0 && overflow.bytes > 0 ? trial_.crowd(overflow.pool, overflow.time)
+                                                      : trial_.critical();
   }
 
   // The price of memory rises while it does not suffice, and falls while it does.
   void weigh() {
-    price_ *= current_.overflow > 0 ? 1.3 : 0.8;
+    price_ *= current_.overflow.bytes > 0 ? 1.3 : 0.8;
     price_ = std::clamp(price_, least_price_, least_price_ * 1e6);
   }
 
@@ -170,10 +184,10 @@ class Search {
     return problem_.devices == 1 || random_.below(16) < 5 ? shift(pick()) : reassign();
   }
 
-  // An op that makes the step long, or any.
+  // An op that makes the step long or the memory full, or any.
   int32_t pick() {
-    if (random_.below(2) == 0 && !critical_.empty()) {
-      const int32_t op = critical_[random_.below(static_cast<int32_t>(critical_.size()))];
+    if (random_.below(2) == 0 && !focus_.empty()) {
+      const int32_t op = focus_[random_.below(static_cast<int32_t>(focus_.size()))];
       if (trial_.position(op) >= from_) return op;
     }
     if (from_ == 0) return random_.below(problem_.ops);
@@ -291,8 +305,8 @@ class Search {
   const std::vector<std::vector<int32_t>>& cluster_of_;
   const int32_t from_;
   const Halt* const halt_;
-  std::vector<int32_t> critical_;
-  State current_ = {0, 0, 0, 0};
+  std::vector<int32_t> focus_;
+  State current_ = {0, 0, 0, {}};
   double best_aside_ = 0, scale_ = 0;
   int64_t proposals_ = 0, listed_ = 0, kept_ = 0;
   double price_ = 0, least_price_ = 0;

@@ -50,6 +50,10 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
             int32_t stretch, int64_t budget, uint64_t seed, const Halt* halt = nullptr);
 
+// All ops in a topological order, each about as far from its producers as from its consumers (by
+// trophic levels, see growth.cc): few tensors are in flight.
+std::vector<int32_t> level_order(const Problem& problem);
+
 // The members of every cluster, ascending.
 Rows members_of(const std::vector<int32_t>& cluster);
 

@@ -15,6 +15,15 @@
 
 namespace baechi {
 
+// How far the peaks pass the memory, summed over pools; the same on average over the step; and the
+// pool and time where most is missing.
+struct Overflow {
+  int64_t bytes = 0;
+  double mean_bytes = 0;
+  int32_t pool = -1;
+  int64_t time = 0;
+};
+
 class Trial {
  public:
   // `devices` per op, the ops of a group together; `order` topological. The problem must outlive
@@ -53,15 +62,17 @@ class Trial {
   double finishes() const { return finishes_; }
   // How many copies are sent.
   int64_t transfers() const { return sent_before() + static_cast<int64_t>(sending_.size()); }
-  // By how many bytes the peaks pass the memory, summed over pools; after `evaluate`.
-  int64_t overflow();
-  // The same of persistent bytes alone, which never is more; at any time.
+  // After `evaluate`.
+  Overflow overflow();
+  // Its bytes of persistent bytes alone, which never are more; at any time.
   int64_t least_overflow() const;
   void keep();
   void undo();
 
   // Ops from the one that ends last back to a source, each the reason for the next one's start.
   std::vector<int32_t> critical() const;
+  // Ops whose tensors are in that pool at that time, and those that have yet to read them.
+  std::vector<int32_t> crowd(int32_t pool, int64_t time) const;
   // Number of ops evaluated so far, plus equivalent work: the measure of a budget.
   int64_t evaluations() const { return evaluations_; }
 
@@ -94,7 +105,7 @@ class Trial {
   void count();
   int32_t sent_before() const;
   void sort(std::vector<Event>& events);
-  int64_t peak(std::vector<Event>& events, int64_t room);
+  Overflow passed(std::vector<Event>& events, int64_t room);
 
   const Problem& problem_;
   std::vector<int32_t> device_, order_, position_;

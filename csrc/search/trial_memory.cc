@@ -23,7 +23,7 @@ int64_t Trial::least_overflow() const {
   return overflow;
 }
 
-int64_t Trial::overflow() {
+Overflow Trial::overflow() {
   const int32_t pools = problem_.pools;
   std::vector<int64_t> room(problem_.memory);
   for (int32_t pool = 0; pool < pools; ++pool) room[pool] -= held_bytes_[pool];
@@ -45,7 +45,7 @@ int64_t Trial::overflow() {
     ample = ample && left >= 0 && workspace[pool] <= left / problem_.pool_devices.size(pool);
   }
   evaluations_ += problem_.ops / 4;
-  if (ample) return 0;
+  if (ample) return {};
   evaluations_ +=
       problem_.ops + static_cast<int64_t>(sent_before()) + static_cast<int64_t>(sending_.size());
   for (auto& events : events_) events.clear();
@@ -92,11 +92,35 @@ int64_t Trial::overflow() {
     held_.clear();
     if (!problem_.kept[tensor]) add(home, last, -nbytes);
   }
-  int64_t overflow = 0;
+  Overflow overflow;
+  int64_t worst = 0;
   for (int32_t pool = 0; pool < pools; ++pool) {
-    overflow += std::max<int64_t>(0, peak(events_[pool], room[pool]) - room[pool]);
+    const Overflow here = passed(events_[pool], room[pool]);
+    overflow.bytes += here.bytes;
+    overflow.mean_bytes += here.mean_bytes;
+    if (here.bytes <= worst) continue;
+    worst = here.bytes;
+    overflow.pool = pool;
+    overflow.time = here.time;
   }
   return overflow;
+}
+
+std::vector<int32_t> Trial::crowd(int32_t pool, int64_t time) const {
+  std::vector<int32_t> ops;
+  for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
+    const int32_t producer = problem_.producer[tensor];
+    const bool home = problem_.pool[device_[producer]] == pool;
+    const Copy& there = copy(tensor, pool);
+    if (home ? start(producer) > time : there.by < 0 || there.begin > time) continue;
+    const size_t before = ops.size();
+    for (int32_t consumer : Row(problem_.consumers, tensor)) {
+      const bool here = home || problem_.pool[device_[consumer]] == pool;
+      if (here && end_[consumer] > time) ops.push_back(consumer);
+    }
+    if (ops.size() > before) ops.push_back(producer);
+  }
+  return ops;
 }
 
 // By time: into as many buckets as events, and then past the few that a bucket has put in disorder;
@@ -131,20 +155,31 @@ void Trial::sort(std::vector<Event>& events) {
   }
 }
 
-// The highest level of the events before the end of the step; where all of them together stay
-// within `room`, a bound of it.
-int64_t Trial::peak(std::vector<Event>& events, int64_t room) {
+// What the events before the end of the step need beyond `room`; the pool is not set.
+Overflow Trial::passed(std::vector<Event>& events, int64_t room) {
   int64_t all = 0;
   for (const Event& event : events) all += std::max<int64_t>(0, event.delta);
-  if (all <= room) return all;
+  if (all <= room) return {};
   sort(events);
-  int64_t level = 0, highest = 0;
-  for (size_t i = 0; i < events.size();) {
-    const int64_t time = events[i].time;
-    for (; i < events.size() && events[i].time == time; ++i) level += events[i].delta;
-    highest = std::max(highest, level);
+  Overflow overflow;
+  int64_t level = 0, since = 0;
+  // Nothing is in use before the first event.
+  for (size_t i = 0; true;) {
+    const int64_t until = i < events.size() ? events[i].time : makespan_;
+    if (level > room && level - room > overflow.bytes) {
+      overflow.bytes = level - room;
+      overflow.time = since;
+    }
+    if (level > room) {
+      overflow.mean_bytes +=
+          static_cast<double>(level - room) * static_cast<double>(until - since);
+    }
+    if (i == events.size()) break;
+    for (; i < events.size() && events[i].time == until; ++i) level += events[i].delta;
+    since = until;
   }
-  return highest;
+  overflow.mean_bytes /= static_cast<double>(std::max<int64_t>(1, makespan_));
+  return overflow;
 }
 
 }  // namespace baechi

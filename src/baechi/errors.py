@@ -36,7 +36,7 @@ class NotSpecializedError(ExecutionError, AttributeError):
 
 @final
 class InfeasibleError(BaechiError):
-    """No placement fits.
+    """No placement was found; the message says whether it is proved that there is none.
 
     Attributes:
         subject: Name of the op or group that found no room.

@@ -74,10 +74,14 @@ class Auto(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """The best candidate; `stats` has the makespan of every candidate."""
+        return self._place(problem, rescue=True)
+
+    def _place(self, problem: Problem, *, rescue: bool) -> Placement | None:
+        """As `place`; without `rescue` a fast search that finds nothing ends."""
         n = len(problem.cluster.devices)
         usable = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
         if 0 < len(usable) < n:
-            return self._place_on(problem, usable)
+            return self._place_on(problem, usable, rescue=rescue)
         kinds, devices = device_kinds(problem), problem.cluster.devices
         candidates = [
             (f"single/{devices[device].name}", SingleDevice(device).place(problem))
@@ -89,24 +93,32 @@ class Auto(Placer):
             found = [placement for _, placement in candidates if placement is not None]
             used = used_devices(problem, found)
             if 0 < len(used) < n:
-                candidates.append(("auto/used", self._place_on(problem, used)))
+                candidates.append(("auto/used", self._place_on(problem, used, rescue=rescue)))
                 return best(candidates, self.name)
         candidates += self._placed(problem)
         if self.effort != "fast":
             less = EFFORTS[EFFORTS.index(self.effort) - 1]
-            candidates.append((f"auto/{less}", replace(self, effort=less).place(problem)))
+            # Where nothing fits, the search below is the fast one's rescue.
+            fits = any(placement is not None for _, placement in candidates)
+            cheaper = replace(self, effort=less)._place(problem, rescue=fits)
+            candidates.append((f"auto/{less}", cheaper))
         fitting = [placement for _, placement in candidates if placement is not None]
         better = improved(problem, fitting, BUDGETS[self.effort])
-        if better is None and not fitting and self.effort == "fast":
+        if better is None and not fitting and self.effort == "fast" and rescue:
             # Finding a placement matters more than speed.
             better = improved(problem, (), BALANCED)
+        elif better is not None and not fitting:
+            # It took the search to find something that fits.
+            better = improved(problem, [better], BUDGETS[self.effort]) or better
         if better is not None:
             candidates.append((better.placer, better))
         return best(candidates, self.name)
 
-    def _place_on(self, problem: Problem, devices: list[int]) -> Placement | None:
-        """The result of `place` on some of the devices."""
-        placement = self.place(problem.on(devices))
+    def _place_on(
+        self, problem: Problem, devices: list[int], *, rescue: bool
+    ) -> Placement | None:
+        """The result of `_place` on some of the devices."""
+        placement = self._place(problem.on(devices), rescue=rescue)
         if placement is None:
             return None
         return replace(placement, devices=tuple(devices[device] for device in placement.devices))

@@ -23,7 +23,7 @@ from baechi import _core
 from baechi.placers.device_choice import MOST_USED, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.placer import Placer, distinct_loads, placed_in, shortest, timed
+from baechi.placers.placer import Placer, distinct_loads, on_demand, placed_in, shortest, timed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
@@ -159,8 +159,9 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         space = _Space(problem, devices.astype(np.int32), target, threads, halt)
         states = space.evaluated(space.starts(placements, budget))
         spent, left, start = 0, 1.0, states[0]
-        for stage, (count, share) in enumerate(budget.stages):
-            if states[0].overflow_bytes == 0 and states[0].makespan_ns <= target:
+        for stage, (count, share) in enumerate((*budget.stages, budget.stages[-1])):
+            fits = states[0].overflow_bytes == 0
+            if fits and (stage == len(budget.stages) or states[0].makespan_ns <= target):
                 break
             gained_ns = start.makespan_ns - states[0].makespan_ns
             stalls = stage >= budget.patience and gained_ns * _CLOSE < start.makespan_ns
@@ -179,6 +180,13 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         return None
     where = space.devices[states[0].devices]
     return placed_in(problem, where, states[0].order, LocalSearch.name, {"evaluations": spent})
+
+
+def _start_of(timeline: _core.Timeline) -> _Start:
+    op, device, _, _ = timeline.span_columns()
+    devices = np.empty(len(op), np.int32)
+    devices[op] = device
+    return devices, np.asarray(op, np.int32)
 
 
 @final
@@ -223,6 +231,8 @@ class _Space:
                 rows.append((devices, np.array(placement.order, np.int32)))
         if len(self.devices) > 1:
             rows += self._clustered(budget.levels)
+            if not placements or budget.levels > 2:
+                rows += self._thrifty()
         if not rows:
             # Every group on its first allowed device.
             first = self._problem.allowed[self.devices].argmax(axis=0)
@@ -238,10 +248,18 @@ class _Space:
         for cluster in self._clusters[1 : 1 + levels]:
             timeline = _core.Timeline(_core.regrouped(self._core, cluster))
             if timeline.list_schedule(np.empty(0, np.int32)):
-                op, device, _, _ = timeline.span_columns()
-                devices = np.empty(len(op), np.int32)
-                devices[op] = device
-                rows.append((devices, np.asarray(op, np.int32)))
+                rows.append(_start_of(timeline))
+        return rows
+
+    def _thrifty(self) -> list[_Start]:
+        """Schedules in orders with few tensors in flight, over the memory where nothing else is."""
+        n, rows = self._problem.arrays.ops, []
+        for order in (_core.level_order(self._core), on_demand(self._problem)):
+            ranks = np.empty(n, np.int64)
+            ranks[np.asarray(order)] = np.arange(n, 0, -1)
+            timeline = _core.Timeline(self._core)
+            if timeline.ranked_schedule(ranks, np.empty(0, np.int64), overfull=True):
+                rows.append(_start_of(timeline))
         return rows
 
     def _partitions(self, devices: NDArray[np.int32], budget: Budget) -> list[_Start]:
@@ -299,11 +317,17 @@ class _Space:
         return list(self._threads.map(search, states, range(seed, seed + len(states))))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
-        """Best first; overflowing ones count as longer by twice the missing share of memory."""
+        """Best first. Overflowing ones count as longer by twice the missing share of memory; where
+        none fits, the least overflow is best.
+        """
+        rows = list(states)
         memory = max(1, sum(self._problem.pool_memory))
+        none_fits = all(state.overflow_bytes for state in rows)
 
-        def rank(state: _State) -> tuple[bool, float]:
+        def rank(state: _State) -> tuple[int, float]:
+            if none_fits:
+                return state.overflow_bytes, state.makespan_ns
             price = 1 + 2 * len(self.devices) * state.overflow_bytes / memory
             return state.overflow_bytes > 0, state.makespan_ns * price
 
-        return sorted(states, key=rank)
+        return sorted(rows, key=rank)

@@ -5,6 +5,7 @@ a device: with several shares of the outputs (`group_loads`), or at several mome
 the ops (`live_loads`). The clock computes the exact need (`in_both_orders`, `shortest_assignment`).
 """
 
+import itertools
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -175,6 +176,39 @@ def depth_first(problem: Problem) -> tuple[int, ...]:
     The op that became ready last is next, and of those the one with the lowest index.
     """
     return _topological(problem, lambda n_ready: n_ready - 1)
+
+
+def on_demand(problem: Problem) -> tuple[int, ...]:
+    """A topological order in which an op runs when a reader of it is next.
+
+    Of the producers of an op those come first that leave the least behind for what they need, as in
+    a tree of reductions (Liu, SIAM J. Algebraic Discrete Methods 8, 1987).
+    """
+    n, output_bytes = problem.arrays.ops, np.zeros(problem.arrays.ops, np.int64)
+    np.add.at(output_bytes, problem.arrays.producer, problem.arrays.nbytes)
+    leaves = output_bytes.tolist()
+    needs: list[int] = []  # bytes while an op and all that it needs run, were the graph a tree
+    producers: list[list[int]] = [[] for _ in range(n)]
+    for producer, consumer in sorted(set(zip(*map(np.ndarray.tolist, problem.arrays.edges())))):
+        producers[consumer].append(producer)
+    for op, row in enumerate(producers):
+        row.sort(key=lambda producer: leaves[producer] - needs[producer])
+        held = most = 0
+        for producer in row:
+            most = max(most, held + needs[producer])
+            held += leaves[producer]
+        needs.append(max(most, held + leaves[op]))
+    last = set(range(n)) - set(itertools.chain.from_iterable(producers))
+    stack = sorted(last, key=lambda op: (needs[op] - leaves[op], op))
+    order: dict[int, None] = {}
+    while stack:
+        op = stack[-1]
+        following = next((p for p in producers[op] if p not in order), None)
+        if following is None:
+            order.setdefault(stack.pop())
+        else:
+            stack.append(following)
+    return tuple(order)
 
 
 def shuffled(problem: Problem, seed: int) -> tuple[int, ...]:

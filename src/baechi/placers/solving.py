@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import numpy as np
 
 from baechi.errors import InfeasibleError, InputError
-from baechi.placers.auto import Auto, best, check_effort, portfolio
+from baechi.placers.auto import EFFORTS, Auto, best, check_effort, portfolio
 from baechi.placers.baselines import MTopo, RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_choices, device_kinds, linked
@@ -67,7 +67,8 @@ def solve(
         constraints: Constraints besides memory.
 
     Raises:
-        InfeasibleError: No placement was found; the text names the missing memory.
+        InfeasibleError: No placement was found; the text says whether that is proved, and names
+            memory with which one was found.
         InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
             constraints contradict each other, or a placer that does not search violates one.
 
@@ -176,7 +177,10 @@ def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Pl
 
 
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
-    """Raise the error that names the missing memory."""
+    """Raise the error that names the op without room, and memory with which one was found.
+
+    It says that the memory is missing only where a lower bound proves that there is no placement.
+    """
     op, needed, left, may = _worst(problem)
     extra = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
@@ -188,6 +192,15 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
         f"device{which} has room then ({', '.join(room)})."
     )
+    proved = is_hopeless(problem)
+    if not proved:
+        patient = isinstance(placer, Auto) and effort == EFFORTS[-1]
+        give = "memory" if patient else f"effort ('auto' with effort={EFFORTS[-1]!r}) or memory"
+        shortage = (
+            f"no placement was found: the search ended where {problem.group_name(op)} needs "
+            f"{format_bytes(needed)} to run and no device{which} has room ({', '.join(room)}). "
+            f"That does not prove that there is none. Give more {give}"
+        )
     nbytes, device = (0, None) if extra is None else extra
     where = "" if device is None else "every device" if device == EVERY else names[device]
     more = f"{format_bytes(nbytes)} more to {where}"
@@ -197,6 +210,8 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
             "what the constraints leave is not linked as the graph needs it, or it takes more "
             "devices than may be used. Relax them, or add a link."
         )
+    elif not proved:
+        shortage += f" (with {more} one was found), add a device, or shrink the batch."
     elif device == EVERY:
         shortage += (
             f" Under these constraints no single device can help: give {more}, relax the "
