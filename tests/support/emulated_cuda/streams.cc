@@ -23,7 +23,20 @@ struct Node {
   std::set<int> before;
 };
 
-using Graph = std::vector<Node>;
+// What a graph keeps alive, by references of it and of who made it.
+struct UserObject {
+  cudaHostFn_t destroy;
+  void* data;
+  unsigned references;
+};
+
+struct Graph : std::vector<Node> {
+  std::vector<UserObject*> kept;  // one for each reference
+  Graph() = default;
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph();
+};
 
 struct Capture {
   unsigned long long id;
@@ -99,6 +112,17 @@ std::map<cudaGraph_t, std::shared_ptr<Graph>>& graphs() {
 std::map<cudaGraphExec_t, std::shared_ptr<Graph>>& executables() {
   static std::map<cudaGraphExec_t, std::shared_ptr<Graph>> all;
   return all;
+}
+
+void release(UserObject* object, unsigned references) {
+  object->references -= references;
+  if (object->references != 0) return;
+  object->destroy(object->data);
+  delete object;
+}
+
+Graph::~Graph() {
+  for (UserObject* object : kept) release(object, 1);
 }
 
 thread_local int device_of_thread = 0;
@@ -553,6 +577,29 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
   const Lock lock(everything());
   executables().erase(handle);
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void* data, cudaHostFn_t destroy,
+                                 unsigned references, unsigned) {
+  const Lock lock(everything());
+  *made = reinterpret_cast<cudaUserObject_t>(new UserObject{destroy, data, references});
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned references) {
+  const Lock lock(everything());
+  release(reinterpret_cast<UserObject*>(handle), references);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle,
+                                      unsigned references, unsigned flags) {
+  const Lock lock(everything());
+  auto* object = reinterpret_cast<UserObject*>(handle);
+  if ((flags & cudaGraphUserObjectMove) == 0) object->references += references;
+  auto& kept = reinterpret_cast<Graph*>(graph)->kept;
+  kept.insert(kept.end(), references, object);
   return cudaSuccess;
 }
 
