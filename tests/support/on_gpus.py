@@ -1,5 +1,6 @@
 """Models placed at random on GPUs for tests, and what a step of one leaves behind."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ TWO_GPUS = pytest.param(GPUS, marks=pytest.mark.multigpu)
 
 
 def to_gpu(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda:0"), value)
+    """The same on the first GPU; what is one tensor remains one."""
+    return pytree.tree_map_only(torch.Tensor, functools.cache(lambda t: t.to("cuda:0")), value)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
