@@ -379,3 +379,113 @@ def two_on(devices: list[str], *, training: bool, cuda_graphs: Any = False) -> A
     for _ in range(WARM_UP + 2):
         run()
     return placed, run
+
+
+def test_the_clock_tells_who_waits_for_whom() -> None:
+    x = torch.ones(4, device="cuda:0")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def run(*, waits: bool) -> None:
+        for number, stream in enumerate(streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            if number and waits:
+                stream.wait_stream(streams[0])
+            with torch.cuda.stream(stream):
+                events[0].record()
+                for _ in range(5):
+                    x + 1
+                events[1].record()
+
+    with emulated.settings(CLOCK=1, KERNEL_NS=100_000):
+        assert step_ns(lambda: run(waits=False)) == 500_000  # side by side
+        assert step_ns(lambda: run(waits=True)) == 1_000_000
+        assert events[0].elapsed_time(events[1]) == pytest.approx(0.5)
+        with emulated.settings(cudaLaunchKernel=200_000):
+            assert step_ns(lambda: run(waits=False)) == 10 * 200_000 + 100_000
+
+
+@pytest.mark.parametrize("devices", [LANES[:2], TWO_GPUS])
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+def test_a_step_takes_no_longer_than_the_plan_lets_it(devices: list[str], cuda_graphs: Any) -> None:
+    """Where the host costs nothing, lanes wait for nothing but what they read."""
+    with emulated.settings(CLOCK=1, KERNEL_NS=100_000, COPY_NS=1_000):
+        placed, run = two_on(devices, training=False, cuda_graphs=cuda_graphs)
+        assert 900_000 <= step_ns(run) <= placed.schedule.makespan_ns
+        _, alone = two_on(LANES[:1], training=True, cuda_graphs=cuda_graphs)
+        _, run = two_on(devices, training=True, cuda_graphs=cuda_graphs)
+        assert step_ns(run) < 0.55 * step_ns(alone)
+
+
+@pytest.mark.multigpu
+def test_copies_run_beside_what_computes() -> None:
+    """The sum waits for a copy, and the chain beside it for none."""
+    with emulated.settings(CLOCK=1, KERNEL_NS=100_000, COPY_NS=300_000):
+        _, run = two_on(["cuda:0", "cuda:1"], training=False)
+        assert step_ns(run) <= 300_000 + 800_000 + 300_000 + 100_000
+
+
+def test_short_kernels_are_bound_by_their_launches_and_graphs_are_not() -> None:
+    """So a second lane gains nothing there, whatever a plan without the host's time predicts."""
+    host = {"CALL_NS": 1_000, "cudaLaunchKernel": 10_000, "cudaGraphLaunch": 7_000}
+    with emulated.settings(CLOCK=1, KERNEL_NS=2_000, **host):
+        one, two = (step_ns(two_on(LANES[:n], training=True)[1]) for n in (1, 2))
+        assert one > 60 * 10_000
+        assert two > one
+        assert step_ns(two_on(LANES[:1], training=True, cuda_graphs=True)[1]) < 0.4 * one
+
+
+# How often a step of `Two` calls the runtime. What comes with every step costs the host some
+# microseconds each: a higher number is a slower step.
+@pytest.mark.parametrize(
+    ("devices", "training", "cuda_graphs", "most"),
+    [
+        (LANES[:1], False, False, {}),
+        (LANES[:1], True, False, {}),
+        (LANES[:1], True, "auto", {"GraphLaunch": 2, "Record": 2, "Wait": 2, "Memcpy": 2}),
+        (LANES[:2], False, False, {"Record": 11, "Wait": 12, "Memcpy": 1}),
+        (LANES[:2], True, False, {"Record": 26, "Wait": 28, "Memcpy": 1}),
+        (LANES[:2], True, "auto", {"GraphLaunch": 6, "Record": 26, "Wait": 28, "Memcpy": 3}),
+        pytest.param(
+            *(["cuda:0", "cuda:1"], False, False, {"Record": 25, "Wait": 26, "Memcpy": 2}),
+            marks=pytest.mark.multigpu,
+        ),
+        pytest.param(
+            *(["cuda:0", "cuda:1"], True, False, {"Record": 69, "Wait": 71, "Memcpy": 3}),
+            marks=pytest.mark.multigpu,
+        ),
+    ],
+)
+def test_a_step_makes_no_more_calls_than_it_did(
+    devices: list[str], training: bool, cuda_graphs: Any, most: dict[str, int]
+) -> None:
+    names = {
+        "Record": "cudaEventRecordWithFlags",
+        "Wait": "cudaStreamWaitEvent",
+        "Memcpy": "cudaMemcpyAsync",
+        "GraphLaunch": "cudaGraphLaunch",
+    }
+    _, run = two_on(devices, training=training, cuda_graphs=cuda_graphs)
+    before = emulated.calls()
+    run()
+    made = emulated.calls() - before
+    assert {short: made[name] for short, name in names.items() if made[name]} == most
+    own = {"cudaLaunchKernel", "cudaEventCreateWithFlags", "cudaEventDestroy", *names.values()}
+    # No memory is asked for, and the host waits for nothing.
+    assert {name for name in made if not name.startswith("device")} <= own
+
+
+_ELSEWHERE = """
+import emulated, on_gpus, torch
+model, x = on_gpus.Branches().to("cuda:1"), torch.randn(8, 256, device="cuda:1")
+placed = on_gpus.placed_randomly(model, (x,), {}, ["cuda:1/a", "cuda:1/b"], 0)
+for _ in range(2):
+    placed(x).sum().backward()
+torch.cuda.synchronize(1)
+print(emulated.calls()["device 0"])
+"""
+
+
+@pytest.mark.multigpu
+def test_a_step_on_the_second_gpu_does_not_use_the_first() -> None:
+    assert script(_ELSEWHERE)[0] == "0"
