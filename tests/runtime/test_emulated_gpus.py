@@ -1,6 +1,7 @@
 """What the emulated CUDA can show and a GPU cannot, or seldom: layouts, failures, limits, times."""
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_a_step_whose_nth_launch_fails_leaves_nothing_half_done(devices: list[st
     expected = step(reference, (x,), {})
     count = launches_of(lambda: step(placed, (x,), {}))
     held = set()
+    gc.collect()  # what earlier tests have left
     for number in range(1, count, max(1, count // 25)):
         placed.zero_grad(set_to_none=True)
         with emulated.settings(FAIL_AT=number), pytest.raises(FAILURES, match="too many resources"):
@@ -489,3 +491,19 @@ print(emulated.calls()["device 0"])
 @pytest.mark.multigpu
 def test_a_step_on_the_second_gpu_does_not_use_the_first() -> None:
     assert script(_ELSEWHERE)[0] == "0"
+
+
+@pytest.mark.parametrize("devices", [LANES[:1], LANES, TWO_GPUS])
+def test_compiled_segments_are_compiled_once_for_all_threads_and_gpus(devices: list[str]) -> None:
+    """Backwards run in threads of autograd, whose state must not make torch compile again."""
+    model = Branches().to("cuda:0")
+    reference, x = copy.deepcopy(model), torch.randn(8, 256, device="cuda:0")
+    torch.compiler.reset()
+    placed = placed_randomly(model, (x,), {}, devices, 0, compile={"backend": "aot_eager"})
+    graphs = []
+    for _ in range(3):
+        assert_same_steps(reference, placed, (x,), {}, 1)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[0] == graphs[-1]
+    assert not placed.remarks

@@ -48,8 +48,8 @@ def placed_randomly(
     seed: int,
     *,
     training: bool = True,
-    cuda_graphs: Any = False,
     memory: str = "4GiB",
+    **options: Any,
 ) -> baechi.PlacedModule:
     traced = baechi.trace(model, args, kwargs)
     costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
@@ -57,7 +57,7 @@ def placed_randomly(
     rows = [baechi.Device(name, memory) for name in devices]
     cluster = baechi.Cluster.connected(rows, baechi.Link(10_000, 10**10))
     placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, cuda_graphs=cuda_graphs)
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
 
 
 class Branches(nn.Module):
