@@ -11,6 +11,7 @@ Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd grap
 """
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -131,6 +132,7 @@ class GraphedTape:
     def __post_init__(self) -> None:
         self._forward: _Forward | None = None
         self._backwards: dict[tuple[int | None, ...], _Backward] = {}
+        self._late: set[tuple[int | None, ...]] = set()
         self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
 
     def forward(self, step: Step) -> None:
@@ -170,7 +172,10 @@ class GraphedTape:
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:
-            recorded = self._record_backward(step, record)
+            # One that comes late runs kernels that have not been warmed up.
+            may = not self._backwards or pattern in self._late
+            self._late.add(pattern)
+            recorded = self._record_backward(step, record) if may else None
             if recorded is None:
                 self._run_backward(step, record)
                 return
@@ -271,12 +276,20 @@ class _Recordings:
 
 
 @final
+class _Warming(threading.local):
+    """The eager calls of each shape in this thread, since libraries warm up for each thread."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, int] = {}
+
+
+@final
 class _Mode:
     """Recordings of training steps, or of inferences, for the latest shapes of call."""
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._warming: dict[Any, int] = {}  # eager calls of a shape, that warm up
+        self._warming = _Warming()
         self.shapes: dict[Any, _Recordings] = {}  # the latest last
         self.current = _Recordings()
 
@@ -287,15 +300,16 @@ class _Mode:
         as may be kept the least recently used are let go of, before others take memory.
         """
         if state != self._state:
-            self._state, self._warming, self.shapes = state, {}, {}
+            self._state, self._warming, self.shapes = state, _Warming(), {}
             self.current = _Recordings()
         found = self.shapes.pop(key, None)
         if found is None:
-            calls = self._warming.pop(key, 0)
+            warming = self._warming.calls
+            calls = warming.pop(key, 0)
             if calls < WARM_UP:
-                if len(self._warming) >= _MOST_WARMING:
-                    del self._warming[next(iter(self._warming))]
-                self._warming[key] = calls + 1
+                if len(warming) >= _MOST_WARMING:
+                    del warming[next(iter(warming))]
+                warming[key] = calls + 1
                 return None
             while len(self.shapes) >= most:
                 del self.shapes[next(iter(self.shapes))]
