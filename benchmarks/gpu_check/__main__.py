@@ -42,25 +42,39 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     chosen = [s for s in steps if not wish.only or s.name in wish.only or s.name == "environment"]
     begun = time.monotonic()
     rows: list[Row] = []
+    path = text = None
+    kind = "-quick" if wish.quick else "-part" if wish.only else ""
     with tempfile.TemporaryDirectory() as folder:
         for step in chosen:
             left_s = wish.budget - (time.monotonic() - begun)
             for row in rows_of(step, Path(folder), quick=wish.quick, left_s=left_s):
                 rows.append(row)
                 _say(time.monotonic() - begun, row)
+                if path is not None:
+                    _append(path, [row])
+            if path is None:  # the environment has told the GPU's name
+                path = _path(wish.out, rows, kind)
+                path.unlink(missing_ok=True)
+                _append(path, rows)
+            text = page(rows, time.monotonic() - begun)
+            path.with_suffix(".txt").write_text(text)  # of what there is, whatever ends the run
             if unusable(rows):
                 break
-    wish.out.mkdir(parents=True, exist_ok=True)
+    print(text)
+    print(f"written to {path} and its .txt", file=sys.stderr)
+    return int(any(row["status"] not in ("ok", "skip") for row in rows))
+
+
+def _path(folder: Path, rows: Sequence[Row], kind: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     gpu = next((str(row["gpu"]) for row in rows if row.get("gpu")), "none")
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    kind = "-quick" if wish.quick else "-part" if wish.only else ""
-    path = wish.out / f"{datetime.date.today()}-gpu-check-{slug}{kind}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = page(rows, time.monotonic() - begun)
-    path.with_suffix(".txt").write_text(text)
-    print(text)
-    print(f"written to {path} and {path.with_suffix('.txt').name}", file=sys.stderr)
-    return int(any(row["status"] not in ("ok", "skip") for row in rows))
+    return folder / f"{datetime.date.today()}-gpu-check-{slug}{kind}.jsonl"
+
+
+def _append(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
@@ -94,7 +108,9 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
 def _say(elapsed_s: float, row: Row) -> None:
     shown = f" {row['error']}" if row.get("error") else ""
     case = f"{row['step']}: {row['case']}"
-    print(f"[{elapsed_s:4.0f} s] {row['status']:7} {case}{shown}"[:150], file=sys.stderr, flush=True)
+    print(
+        f"[{elapsed_s:4.0f} s] {row['status']:7} {case}{shown}"[:150], file=sys.stderr, flush=True
+    )
 
 
 if __name__ == "__main__":

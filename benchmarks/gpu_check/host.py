@@ -12,7 +12,7 @@ Nothing is waited for while the clock runs, so the GPU's own time is in no figur
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,11 +60,11 @@ def model_operator(steps: int) -> dict[str, Any]:
     return {"forward_us": both[0] / count, "backward_us": both[1] / count, "operators": count}
 
 
-def segments(layers: int, steps: int) -> dict[str, Any]:
-    """What a further segment adds."""
+def segments(layers: int, steps: int, devices: Sequence[str] = _LANES) -> dict[str, Any]:
+    """What a further segment adds, on two lanes or on two GPUs."""
     x = torch.randn(4, 64, device=_PLACE)
     few, many = (_chain(layers, cut) for cut in (layers // 2, 1))
-    placed = [_placed(x, layers, devices, False) for devices in (few, many)]
+    placed = [_placed(x, layers, lanes, devices=devices) for lanes in (few, many)]
     counts = [sum(len(phase.segments) for phase in each.program.phases) / 2 for each in placed]
     (few_f, few_b), (many_f, many_b) = (_forward_backward(each, x, steps) for each in placed)
     more = counts[1] - counts[0]
@@ -84,7 +84,7 @@ def graphs(layers: int, steps: int) -> dict[str, Any]:
     x = torch.randn(4, 64, device=_PLACE)
     found = []
     for cut in (layers, 1):
-        placed = _placed(x, layers, _chain(layers, cut), True, training=False)
+        placed = _placed(x, layers, _chain(layers, cut), cuda_graphs=True, training=False)
         with torch.no_grad():
             for _ in range(WARM_UP + 2):
                 placed(x)
@@ -120,7 +120,7 @@ def call(steps: int) -> dict[str, Any]:
     """What a call through the runtime has more than the model's own, on one lane."""
     x = torch.randn(4, 64, device=_PLACE)
     model = _Chain(2).to(_PLACE)
-    placed = _placed(x, 2, [0, 0], False)
+    placed = _placed(x, 2, [0, 0])
     own, ours = (_forward_backward(each, x, 3 * steps) for each in (model, placed))
     with torch.no_grad():
         alone, through = (_median_us(lambda each=each: each(x), steps) for each in (model, placed))
@@ -149,14 +149,20 @@ def _chain(layers: int, cut: int) -> list[int]:
 
 
 def _placed(
-    x: Tensor, layers: int, lanes: list[int], cuda_graphs: Any, training: bool = True
+    x: Tensor,
+    layers: int,
+    lanes: list[int],
+    *,
+    devices: Sequence[str] = _LANES,
+    cuda_graphs: Any = False,
+    training: bool = True,
 ) -> baechi.PlacedModule:
     torch.manual_seed(0)
     traced = baechi.trace(_Chain(layers).to(_PLACE), (x,))
     costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
     graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
     cluster = baechi.Cluster.connected(
-        [baechi.Device(name, "1GiB") for name in _LANES], baechi.Link(0, 10**12)
+        [baechi.Device(name, "1GiB") for name in devices], baechi.Link(0, 10**12)
     )
     own = [lanes[min(op * layers // len(traced.ops), layers - 1)] for op in range(len(traced.ops))]
     every = (*own, own[-1], *(own[op] for op in traced.backward_ops)) if training else (*own,)

@@ -49,7 +49,7 @@ def _commit() -> str:
     root = Path(__file__).parents[2]
     try:
         found = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],  # noqa: S607
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=root,
             capture_output=True,
             text=True,
@@ -62,6 +62,7 @@ def _commit() -> str:
 
 def _torch(emulated: bool) -> dict[str, Any]:
     import torch
+
     from baechi.torch_support.torch_devices import usable_gpus
 
     n, reason = usable_gpus()

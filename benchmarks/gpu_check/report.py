@@ -118,11 +118,11 @@ def _tracked(rows: Sequence[Row]) -> list[str]:
     return [
         f" 1  host, an operator                     {one('host', 'operator_us')}",
         f" 2  host, a segment, forward, backward    {pair}",
-        f" 3  host, a hand-over                     {one('host', 'handover_us')}"
-        f" ({_GUESSES['hand-over']})",
+        f" 3  host, a hand-over, to another GPU      {one('host', 'handover_us')},"
+        f" {one('several', 'crossing_us')} ({_GUESSES['hand-over']})",
         f" 4  host, a CUDA graph                    {one('host', 'graph_launch_us')}"
         f" ({_GUESSES['graph']})",
-        f" 5  timer against CUPTI                   {spread(figures('timer', 'error'))}",
+        f" 5  timer against CUPTI                   {spread(figures('timer', 'off_by'))}",
         f" 6  prediction as graphs                  {spread(errors)}",
         " 7  eager, measured over predicted        "
         + (f"{min(eager):.2f} to {max(eager):.2f}" if eager else "-"),

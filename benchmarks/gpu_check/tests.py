@@ -26,6 +26,7 @@ _CHOICES: Final = {
         f"not ({_RACES}) and not allocator_holds and ({_MODELS} or not ({_BY_MODEL}))",
         "towers or capture_that_fails or dropout",
     ),
+    "several": ([_GPU], _MODELS, "towers"),
 }
 
 
@@ -57,12 +58,9 @@ def run(check: Check) -> None:
 
     files, whole, quick = _CHOICES[check.step]
     chosen = (quick or whole) if check.quick else whole
-    options = ["-q", "-p", "no:cacheprovider", "-o", "budget_s=0", "-m", "gpu and not multigpu"]
-    if check.emulated:
-        chosen = f"({chosen}) and not more_work" if chosen else "not more_work"
-    status = pytest.main(
-        [*options, *(["-k", chosen] if chosen else []), *files, f"--rootdir={_ROOT}"],
-        plugins=[_Rows(check)],
-    )
+    marked = "multigpu" if check.step == "several" else "gpu and not multigpu"
+    options = ["-q", "-p", "no:cacheprovider", "-o", "budget_s=0", "-m", marked]
+    options += ["-k", chosen] if chosen else []
+    status = pytest.main([*options, *files, f"--rootdir={_ROOT}"], plugins=[_Rows(check)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         check.row("pytest", "error", 0.0, error=f"pytest ended with {status!r}")
