@@ -44,7 +44,7 @@ class Check:
             file.write(json.dumps({**row, **figures}) + "\n")
 
     def case(self, name: str, figures: Callable[[], Mapping[str, Any] | None]) -> None:
-        """A row of figures, or of what they raised: an assertion that does not hold is a failure."""
+        """A row of figures, or of what they raised: a false assertion is a failure."""
         print(f"case {name}", flush=True)
         begun = time.monotonic()
         found: Mapping[str, Any] = {}

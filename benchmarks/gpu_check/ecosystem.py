@@ -38,7 +38,6 @@ def _both(script: Callable[[Any], Any], training: bool) -> tuple[Any, Any]:
         list(_LANES),
         placer=baechi.RandomPlacer(0),
         training=training,
-        costs="estimate",
         progress=False,
     )
     return script(model), script(placed)

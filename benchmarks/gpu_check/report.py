@@ -46,7 +46,7 @@ def _environment(rows: Iterable[Row]) -> list[str]:
         f"{gpu['total_bytes'] / 2**30:.1f} GiB free, peers {gpu['peers']}"
         for gpu in found.get("gpus", ())
     ]
-    lines = [
+    return [
         f"gpu-check on {found.get('gpu', 'no GPU')}"
         + (" (emulated: times mean nothing)" if found.get("emulated") else ""),
         *(f"  cuda:{index}  {text}" for index, text in enumerate(gpus)),
@@ -57,7 +57,6 @@ def _environment(rows: Iterable[Row]) -> list[str]:
         *(f"  other process on a GPU  {row}" for row in found.get("processes", ())),
         *(f"  {line}" for line in str(found.get("text", "")).splitlines()),
     ]
-    return lines
 
 
 def _table(rows: Iterable[Row]) -> list[str]:

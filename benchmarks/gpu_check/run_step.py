@@ -1,5 +1,6 @@
 """One step in a process of its own, and the rows that it leaves, however it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -88,10 +89,8 @@ def _written(file: Any) -> Iterator[Row]:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the process and all that it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 

@@ -1,4 +1,4 @@
-"""The step `several`: what needs two GPUs. Links, hand-overs, contexts, and the `multigpu` tests."""
+"""The step `several`: what needs two GPUs. Links, hand-overs, contexts, and tests."""
 
 import shutil
 import subprocess

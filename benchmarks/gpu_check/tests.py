@@ -20,7 +20,7 @@ _OTHERS: Final = (
 _CHOICES: Final = {
     "contracts": (["tests/torch_support/test_cuda_contracts.py"], "", ""),
     "layouts": (["tests/runtime/test_gpu_layouts.py"], "", ""),
-    "races": ([_GPU], _RACES, "(lanes_stay_right and 0) or sanitizer"),
+    "races": ([_GPU], _RACES, "sanitizer"),
     "values": (
         [_GPU, *_OTHERS],
         f"not ({_RACES}) and not allocator_holds and ({_MODELS} or not ({_BY_MODEL}))",
