@@ -7,11 +7,11 @@ the input is copied to where the graph reads it, and the output to the caller; t
 beside it. `--training` takes whole steps, forward and backward, instead of inferences. It needs a
 CUDA device; nothing here has been run on one yet, so no document cites a figure of it.
 
-All sides take turns and are timed by events on the caller's stream: a step behind a synchronization,
-so that the time has what the host takes of it, and then ten steps in a row, which overlap with their
-launches. How the models are split is what `baechi.solve` says for operators measured on that GPU;
-`lanes` are those that compute. Opara reports up to 1.68x of a sequential graph
-(https://arxiv.org/abs/2312.10351), Nimble up to 1.9x from streams alone
+All sides take turns and are timed by events on the caller's stream: a step behind a
+synchronization, so that the time has what the host takes of it, and then ten steps in a row, which
+overlap with their launches. How the models are split is what `baechi.solve` says for operators
+measured on that GPU; `lanes` are those that compute. Opara reports up to 1.68x of a sequential
+graph (https://arxiv.org/abs/2312.10351), Nimble up to 1.9x from streams alone
 (https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
 """
 
