@@ -78,8 +78,8 @@ def main(module: str, step: str, path: str, limit_s: str, size: str) -> None:
     except ImportError as missing:
         check.row("import", "missing", 0.0, error=str(missing))
         return
-    # Ahead of the end that the limit brings: the log then tells where it hangs.
-    faulthandler.dump_traceback_later(max(float(limit_s) - 2.0, 1.0))
+    # Ahead of the end that the limit brings: the row then tells where it hangs.
+    faulthandler.dump_traceback_later(0.8 * float(limit_s))
     run(check)
 
 
