@@ -122,7 +122,7 @@ def _kernels(runs: Sequence[Run]) -> Mapping[str, list[float]]:
     """The durations of every kernel in ns, by its name; copies and fills are kernels, too."""
     runs[0]()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         for one in runs:
             one()
         torch.cuda.synchronize()
