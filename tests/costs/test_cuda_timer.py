@@ -87,7 +87,10 @@ def test_what_no_graph_repeats_says_so_in_a_profile(monkeypatch, capsys) -> None
 
 def test_nothing_is_measured_where_every_launch_is_waited_for(monkeypatch) -> None:
     traced = baechi.trace(nn.Tanh().to(DEVICE), (torch.ones(8, device=DEVICE),))
-    with torch.profiler.profile(acc_events=True), pytest.raises(baechi.InputError, match="profiler of torch"):
+    with (
+        torch.profiler.profile(acc_events=True),
+        pytest.raises(baechi.InputError, match="profiler of torch"),
+    ):
         baechi.profile(traced, DEVICE, cache=False, progress=False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(baechi.InputError, match="CUDA_LAUNCH_BLOCKING is set"):
