@@ -10,6 +10,8 @@ endif
 #   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" test
 TORCH  ?= torch==2.13.0
 RESULT ?= benchmarks/results/latest.json
+# The Python of the machine for which `gpu-wheels` fetches packages.
+GPU_PYTHON ?= 3.12
 # Processes that share the tests, each with one torch thread and about a gigabyte.
 JOBS   ?= 2
 
@@ -33,7 +35,7 @@ CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench sanitize clean
+.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench gpu-check gpu-wheels sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -87,6 +89,15 @@ check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors
 
 bench: $(VENV)/.dev ## Run the benchmarks; the numbers go to benchmarks/results/
 	$(BIN)/python -m pytest benchmarks --benchmark-json=$(RESULT)
+
+gpu-check: $(VENV)/.dev ## Check Baechi on the GPUs of this machine, in ten minutes
+	$(BIN)/python -m benchmarks.gpu_check
+
+# Of what a machine needs that has a torch of its own, and no network (docs/gpus.md).
+gpu-wheels: $(VENV)/.created ## Fetch to wheels/ what a machine without network needs for gpu-check
+	$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
+	  --python-version $(GPU_PYTHON) --dest wheels -c $(LOCKS)/dev.txt \
+	  -r $(LOCKS)/demo.txt -r $(LOCKS)/build.txt iniconfig pluggy pytest
 
 # A second build of the package, with sanitizers, beside the first. Leaks are not looked for: the
 # interpreter itself keeps memory to its end.

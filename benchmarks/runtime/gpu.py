@@ -2,20 +2,23 @@
 
 `python3 -m benchmarks.runtime.gpu` prints, for branchy models at several batch sizes, the median
 time of the unsplit eager model, and that of everything else as its ratio to one CUDA graph of the
-whole model, launched on one stream: below 1 is faster. `--training` takes whole steps, forward and
-backward, instead of inferences. It needs a CUDA device; nothing here has been run on one yet, so no
-document cites a figure of it.
+whole model, launched on one stream: below 1 is faster. That graph has what a placed model has, too:
+the input is copied to where the graph reads it, and the output to the caller; the graph alone is
+beside it. `--training` takes whole steps, forward and backward, instead of inferences. It needs a
+CUDA device; nothing here has been run on one yet, so no document cites a figure of it.
 
-All sides take turns, step by step, and are timed by events on the caller's stream. How the models
-are split is what `baechi.solve` says for operators measured on that GPU; `lanes` are those that
-compute. Opara reports up to 1.68x of a sequential graph (https://arxiv.org/abs/2312.10351), Nimble
-up to 1.9x from streams alone (https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
+All sides take turns and are timed by events on the caller's stream: a step behind a
+synchronization, so that the time has what the host takes of it, and then ten steps in a row, which
+overlap with their launches. How the models are split is what `baechi.solve` says for operators
+measured on that GPU; `lanes` are those that compute. Opara reports up to 1.68x of a sequential
+graph (https://arxiv.org/abs/2312.10351), Nimble up to 1.9x from streams alone
+(https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
 """
 
 import copy
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any, Final
 
@@ -44,6 +47,7 @@ _MODELS: Final[dict[str, Callable[[int], Example]]] = {
     "two towers": lambda batch: (Towers(2, 8, 1024), torch.randn(batch, 1024)),
 }
 _LANES: Final = (1, 2, 4)
+ONE_GRAPH: Final = "one graph"
 _PLACE: Final = "cuda:0"
 
 
@@ -61,55 +65,71 @@ def main(
     if not torch.cuda.is_available():
         console.print("no GPU is at hand; this benchmark needs one.")
         raise typer.Exit(1)
-    table = Table("model", "batch", "eager", "one graph", "eager /")
-    for n in _LANES:
-        table.add_column(f"{n} lanes /")
-        table.add_column("as graphs /")
-    sizes = [int(size) for size in batches.split(",")]
     names = models.split(",")
+    sizes = [int(size) for size in batches.split(",")]
+    table: Table | None = None
     for name in names[:1] if quick else names:
         for batch in sizes[:1] if quick else sizes:
-            cells = row(name, batch, placer, training, rounds)
-            table.add_row(name, str(batch), *cells)
-            console.print(f"{name} at {batch}: {', '.join(cells)}")  # whatever ends the run
+            alone, in_a_row = measured(name, batch, placer, training=training, rounds=rounds)
+            table = table or Table("model", "batch", "steps", *alone)
+            for title, took in {"alone": alone, "in a row": in_a_row}.items():
+                cells = _cells(took)
+                table.add_row(name, str(batch), title, *cells)
+                console.print(f"{name} at {batch}, {title}: {', '.join(cells)}")  # as they come
     console.print(table)
 
 
-def row(name: str, batch: int, placer: str, training: bool, rounds: int) -> list[str]:
-    """One row: milliseconds of the unsplit model, then ratios to one graph of it."""
+def measured(
+    name: str,
+    batch: int,
+    placer: str = "auto",
+    *,
+    training: bool = False,
+    rounds: int = 50,
+    lanes: Sequence[int] = _LANES,
+    models: Mapping[str, Callable[[int], Example]] = _MODELS,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The median milliseconds of every side: of steps alone, and of steps in a row."""
     torch.manual_seed(0)
-    model, x = _MODELS[name](batch)
+    model, x = models[name](batch)
     model, x = model.to(_PLACE).train(training), x.to(_PLACE)
     with nullcontext() if training else torch.no_grad():
         traced = baechi.trace(model, (x,))
         profile = baechi.profile(traced, _PLACE, progress=False)
         graph = traced.graph(profile, training=training)
         modules: list[baechi.PlacedModule] = []
-        counts: list[int] = []
-        for n in _LANES:
+        steps = {
+            "eager": _step(model, x, training),
+            ONE_GRAPH: _one_graph(model, x, training, copies=True),
+            "one graph alone": _one_graph(model, x, training, copies=False),
+        }
+        for n in lanes:
             cluster = baechi.probe([f"{_PLACE}/{lane}" for lane in range(n)])
             placement = baechi.solve(graph, cluster, placer if n > 1 else "single")
-            counts.append(len(set(placement.devices)))
-            modules += [
-                baechi.apply(
+            for wish, title in ((False, "lanes"), ("auto", "lanes as graphs")):
+                placed = baechi.apply(
                     *(baechi.trace(copy.deepcopy(model), (x,)), placement),
                     **{"graph": graph, "cluster": cluster, "cuda_graphs": wish},
                 )
-                for wish in (False, "auto")
-            ]
-        steps = [_step(module, x, training) for module in (model, *modules)]
-        steps.insert(1, _one_graph(model, x, training))
-        medians = _in_turns(steps, rounds)
-    eager, whole, *rest = medians
-    cells = [f"{eager:.2f} ms", f"{whole:.2f} ms", f"{eager / whole:.2f}"]
-    for place, took in enumerate(rest):
-        lanes = "" if counts[place // 2] == _LANES[place // 2] else f" ({counts[place // 2]})"
-        cells.append(f"{took / whole:.2f}{lanes}")
+                modules.append(placed)
+                used = len(set(placement.devices))
+                name = f"{n} {title}" + (f" ({used} used)" if used < n else "")
+                steps[name] = _step(placed, x, training)
+        alone = dict(zip(steps, _in_turns(list(steps.values()), rounds, 1), strict=True))
+        in_a_row = _in_turns(list(steps.values()), max(rounds // 10, 2), 10)
     for module in modules:
         module.unplace()
     gc.collect()
     torch.cuda.empty_cache()
-    return cells
+    return alone, dict(zip(steps, in_a_row, strict=True))
+
+
+def _cells(took: Mapping[str, float]) -> list[str]:
+    """Milliseconds of the one graph, and the ratio of every other side to it."""
+    whole = took[ONE_GRAPH]
+    return [
+        f"{ms:.2f} ms" if side == ONE_GRAPH else f"{ms / whole:.2f}" for side, ms in took.items()
+    ]
 
 
 def _step(module: nn.Module, x: Tensor, training: bool) -> Step:
@@ -127,9 +147,10 @@ def _loss(outputs: Any) -> Tensor:
     return outputs.float().square().mean()
 
 
-def _one_graph(model: nn.Module, x: Tensor, training: bool) -> Step:
-    """The whole model as one CUDA graph, by torch's own recipe."""
-    step = _step(model, x, training)
+def _one_graph(model: nn.Module, x: Tensor, training: bool, *, copies: bool) -> Step:
+    """The whole model as one CUDA graph, by torch's recipe; with copies in and out, or without."""
+    static = x.clone()
+    step = _step(model, static, training)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -139,26 +160,36 @@ def _one_graph(model: nn.Module, x: Tensor, training: bool) -> Step:
     model.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = model(x)
+        kept = model(static)
         if training:
             _loss(kept).backward()
-    return graph.replay
+    made = [kept, *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()  # the next side has gradients of its own
+
+    def replayed() -> object:
+        static.copy_(x)
+        graph.replay()
+        return torch._foreach_mul([tensor.detach() for tensor in made], 1.0)
+
+    return replayed if copies else graph.replay
 
 
-def _in_turns(steps: Sequence[Step], rounds: int) -> list[float]:
-    """The median milliseconds of each, after a few to warm up and to capture."""
+def _in_turns(steps: Sequence[Step], rounds: int, row: int) -> list[float]:
+    """The median milliseconds of a step of each, so many in a row; the first ones warm up."""
     took: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + WARM_UP + 2):
+    warm_up = WARM_UP + 2 if row == 1 else 0
+    for number in range(rounds + warm_up):
         for step, mine in zip(steps, took, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()
-            step()
+            for _ in range(row):
+                step()
             end.record()
             end.synchronize()
-            if number >= WARM_UP + 2:
-                mine.append(start.elapsed_time(end))
-    return [statistics.median(row) for row in took]
+            if number >= warm_up:
+                mine.append(start.elapsed_time(end) / row)
+    return [statistics.median(rows) for rows in took]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.costs import timers
 from baechi.costs.timers import CudaTimer, Reading
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,53 @@ def test_a_run_that_cannot_be_captured_is_repeated() -> None:
 
     assert timed(run).ns > 0
     assert float((x + 1).sum()) == 32
+
+
+def test_graphs_of_earlier_readings_give_their_memory_back(monkeypatch) -> None:
+    """The pool of a graph that is gone is free only when the cache is emptied."""
+    monkeypatch.setattr(timers, "_UNUSED_SHARE", 0.0)
+    x = torch.ones(2**19, device=DEVICE)
+    timer = CudaTimer(DEVICE)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(4):
+        timer.time([lambda n: [partial(torch.add, x, 1)] * n])
+    assert torch.cuda.memory_reserved() - before < 2 * 20 * x.nbytes  # of one graph, not of four
+
+
+def test_no_graph_holds_more_results_than_need_be(monkeypatch) -> None:
+    monkeypatch.setattr(timers, "_HELD_BYTES", 2**23)
+    x = torch.ones(2**19, device=DEVICE)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    CudaTimer(DEVICE).time([lambda n: [partial(torch.add, x, 1)] * n])
+    assert torch.cuda.max_memory_allocated() - before <= 2**23 + 4 * x.nbytes
+
+
+def test_what_no_graph_repeats_says_so_in_a_profile(monkeypatch, capsys) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(timers.CudaRecorder, "record", refused)
+    traced = baechi.trace(nn.Tanh().to(DEVICE), (torch.ones(8, device=DEVICE),))
+    profile = baechi.profile(traced, DEVICE, cache=False)
+    assert "no CUDA graph repeats it (operation not permitted)" in profile.costs[-1].remark
+    assert "1 of 1 distinct operators could not be repeated" in capsys.readouterr().err
+
+
+def test_nothing_is_measured_where_every_launch_is_waited_for(monkeypatch) -> None:
+    traced = baechi.trace(nn.Tanh().to(DEVICE), (torch.ones(8, device=DEVICE),))
+    with (
+        torch.profiler.profile(acc_events=True),
+        pytest.raises(baechi.InputError, match="profiler of torch"),
+    ):
+        baechi.profile(traced, DEVICE, cache=False, progress=False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(baechi.InputError, match="CUDA_LAUNCH_BLOCKING is set"):
+        baechi.profile(traced, DEVICE, cache=False, progress=False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    assert baechi.profile(traced, DEVICE, cache=False, progress=False).costs[-1].forward_ns >= 0
 
 
 def test_a_profile_has_times_and_the_allocators_workspace() -> None:

@@ -159,6 +159,7 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
         "_sleep": mine.sleep,
         "synchronize": mine.synchronize,
         "device": lambda _: contextlib.nullcontext(),
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=2**30),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda _: None,
     }.items():

@@ -7,6 +7,7 @@ parameters in new pages. docs/cost-model.md, "Where the numbers come from", has 
 """
 
 import ctypes
+import os
 import sys
 import warnings
 import weakref
@@ -26,7 +27,7 @@ from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
 from baechi.torch_support.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware
-from baechi.torch_support.torch_internals import TapeEnd
+from baechi.torch_support.torch_internals import TapeEnd, is_profiled
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import map_tensors, tensors_in
@@ -122,6 +123,22 @@ class Bench:
         (reading,) = self._timer.time([lambda n: [partial(torch.neg, one)] * n])
         return reading.ns if self.place.type == "cpu" else 0
 
+    def check_settings(self) -> None:
+        """Refuse to measure where every kernel is waited for, or watched.
+
+        Raises:
+            InputError: It would be; what was measured earlier can be used all the same.
+        """
+        if self.place.type != "cuda":
+            return
+        watched = is_profiled()
+        if watched or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            why = "a profiler of torch is running" if watched else "CUDA_LAUNCH_BLOCKING is set"
+            raise InputError(
+                f"{why}, so nothing takes on {self.place} what it takes in a step. End that to "
+                "measure; or give costs='estimate', which computes costs."
+            )
+
     def operator(self, index: int, before: Measured | None = None) -> Measured:
         """One pass over an operator, alone or else in place; sizes are taken over from before.
 
@@ -144,7 +161,8 @@ class Bench:
                 f"{_brief(alone)}, and in the model, run on its example, with {_brief(error)}. "
                 "Give an example that the model runs on with real weights and enough memory."
             ) from error
-        return replace(measured, remark=f"fails alone ({_brief(alone)}); measured in place")
+        why = f"fails alone ({_brief(alone)}); measured in place"
+        return replace(measured, remark="; ".join(filter(None, (why, measured.remark))))
 
     def _measure(self, make: Make, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
         with torch.enable_grad(), no_collections(), warnings.catch_warnings():
@@ -161,6 +179,7 @@ class Bench:
         if len(ways) == 3:
             backward_ns += round(alone.fresh * (fresh.ns - backward.ns))
         backward_ns = max(backward_ns - self._engine.ns, 0)
+        remarks = dict.fromkeys(reading.remark for reading in readings if reading.remark)
         locked_ns = self._lock_ns * sum(node.op.startswith("call") for node in nodes)
         return replace(
             known,
@@ -170,6 +189,7 @@ class Bench:
             backward_spread_ns=backward_ns if backward.held_up or fresh.held_up else 0,
             forward_launch_ns=forward.launch_ns or min(locked_ns, forward.ns),
             backward_launch_ns=max(backward.launch_ns - self._engine.launch_ns, 0),
+            remark="; ".join(remarks),
         )
 
     def addition(self, addition: Addition) -> Measured:

@@ -24,7 +24,7 @@ from baechi.costs.example_inputs import value_remark
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
-from baechi.costs.timers import Clock
+from baechi.costs.timers import NO_GRAPH, Clock
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import device_kind, torch_device, torch_threads
@@ -65,8 +65,9 @@ def profile(
             cache directory, a path is a file of your own, and `False` keeps nothing.
 
     Raises:
-        InputError: The traced model was loaded from a file, the device is not there, or an
-            operator can be measured neither alone nor in the model.
+        InputError: The traced model was loaded from a file, the device is not there, an operator
+            can be measured neither alone nor in the model, or `CUDA_LAUNCH_BLOCKING` or a profiler
+            of torch would be measured, too.
         FormatError: `cache` names a file that is no store.
     """
     check_is(traced, Traced, "traced")
@@ -104,6 +105,7 @@ def _measured(
         costs = {key: cost for key, cost in found.items() if cost is not None}
 
     def measure(key: str, before: Measured | None) -> Measured:
+        bench.check_settings()
         _, job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
@@ -120,6 +122,12 @@ def _measured(
         kept = "nothing is kept" if store is None else f"they are kept in {store.path}"
         sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")
         raise
+    apart = sum(NO_GRAPH in cost.remark for cost in costs.values())
+    if apart and progress:
+        sys.stderr.write(
+            f"baechi: {apart} of {len(jobs)} distinct operators could not be repeated as CUDA "
+            "graphs, so launches may be in their times; their remarks say why.\n"
+        )
     uncertain = sum(not is_settled(cost) for cost in costs.values())
     if uncertain and progress:
         again = "profile again" if store is None else "clear the cache and profile again"

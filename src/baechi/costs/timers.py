@@ -25,6 +25,7 @@ import torch
 
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.torch_support.torch_internals import spin
+from baechi.tracing.pytrees import tensors_in
 
 Run = Callable[[], Any]
 Preparation = Callable[[int], Sequence[Run]]
@@ -53,6 +54,11 @@ _SHORT_NS: Final = 30_000
 _REPEATS: Final = 20
 # A queue holds readings of at most this much time: all its results are alive together.
 _QUEUED_NS: Final = 2_000_000
+# The results that a graph of repeated runs holds at most: its pool is kept as long as it is.
+_HELD_BYTES: Final = 1 << 28
+# Of the device; more that the allocator holds for nobody goes back before a capture, in which it
+# gives nothing back. Pools of the graphs before are a part of that.
+_UNUSED_SHARE: Final = 0.05
 # What recording a pair of events takes of the host, generously.
 _RECORDING_NS: Final = 20_000
 # A spin too long costs time only; one too short leaves gaps.
@@ -60,6 +66,7 @@ _SPIN_MARGIN: Final = 2.0
 # Until a GPU's clock is up: spins of so many cycles, for so long.
 _RAMP_CYCLES: Final = 10_000_000
 _RAMP_NS: Final = 200_000_000
+NO_GRAPH: Final = "no CUDA graph repeats it"  # a remark
 _SYNCHRONIZING: Final = "called a synchronizing CUDA operation"
 
 
@@ -73,11 +80,13 @@ class Reading:
             there are none; without what an empty run costs, and never negative.
         held_up: Whether every round was held up by something else on the machine.
         launch_ns: On CUDA, for how long the host is busy with one run.
+        remark: What is special in how it was measured.
     """
 
     ns: int
     held_up: bool = False
     launch_ns: int = 0
+    remark: str = ""
 
 
 @final
@@ -167,6 +176,7 @@ class CudaTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captures = _captures(device)
+        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._cycles_per_ns = 0.0
         with torch.cuda.device(device):
             self._cycles_per_ns = self._spin_rate()
@@ -195,15 +205,20 @@ class CudaTimer:
             limits = ROUNDS if single else (min(3, most), most)
             readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
             return Reading(median_ns(readings, 1, self._pair_ns), launch_ns=least_ns)
-        repeated = self._captured(prepare)
-        if repeated is None:
-            rows = [prepare(_REPEATS) for _ in range(_QUEUED // 4)]
-            calls = [partial(_call, row) for row in rows]
-            readings = self._queued(calls, launch_ns * _REPEATS)
-        else:
+        made_bytes = sum(tensor.nbytes for tensor in tensors_in(_call(prepare(1))))
+        repeats = max(min(_REPEATS, _HELD_BYTES // max(made_bytes, 1)), 1)
+        remark = ""
+        try:
+            repeated = self._captured(prepare, repeats)
             readings = self._queued([repeated] * _QUEUED, launch_ns)
-        ns = median_ns(readings, _REPEATS, self._pair_ns / _REPEATS)
-        return Reading(ns, launch_ns=least_ns)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self._device)
+            remark = f"{NO_GRAPH} ({str(error).splitlines()[0]})"
+            rows = [prepare(repeats) for _ in range(_QUEUED // 4)]
+            calls = [partial(_call, row) for row in rows]
+            readings = self._queued(calls, launch_ns * repeats)
+        ns = median_ns(readings, repeats, self._pair_ns / repeats)
+        return Reading(ns, launch_ns=least_ns, remark=remark)
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""
@@ -220,20 +235,23 @@ class CudaTimer:
         torch.cuda.synchronize(self._device)
         return [before.elapsed_time(after) * 1e6 for before, after in pairs]
 
-    def _captured(self, prepare: Preparation) -> Run | None:
-        """A graph that repeats the run, or `None` where it cannot be captured."""
+    def _captured(self, prepare: Preparation, repeats: int) -> Run:
+        """A graph of so many runs.
+
+        Raises:
+            RuntimeError: It cannot be captured.
+        """
+        held = torch.cuda.memory_reserved(self._device)
+        if held - torch.cuda.memory_allocated(self._device) > _UNUSED_SHARE * self._total_bytes:
+            torch.cuda.empty_cache()
         recorder = CudaRecorder(self._device, self._captures)
         runs: list[Run] = []
         results: list[Any] = []
-        try:
-            # A backward runs on its forward's stream: both are on the one that is captured.
-            recorder.run(lambda: runs.extend(prepare(_REPEATS)))
-            replay = recorder.record(lambda: results.extend(_call(runs)), 0)
-            replay()
-            torch.cuda.synchronize(self._device)
-        except RuntimeError:
-            torch.cuda.synchronize(self._device)
-            return None
+        # A backward runs on its forward's stream: both are on the one that is captured.
+        recorder.run(lambda: runs.extend(prepare(repeats)))
+        replay = recorder.record(lambda: results.extend(_call(runs)), 0)
+        replay()
+        torch.cuda.synchronize(self._device)
 
         def repeated() -> Any:
             replay()

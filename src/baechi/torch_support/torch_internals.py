@@ -269,6 +269,11 @@ def spin(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of torch runs, which lengthens launches."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy every source into its target, with few launches."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -155,7 +155,7 @@ class TapeCode:
         tensor = step.inputs[index]
         if step.meter is not None and index not in self.written and tensor.device == self.place:
             return step.meter.copy(self.device, tensor, moved=False)
-        moved = tensor.to(self.place)
+        moved = step.fetched.pop(index, tensor).to(self.place)
         if index in self.written and moved is not tensor:
             step.moved[index] = moved.detach()
         if step.meter is not None:

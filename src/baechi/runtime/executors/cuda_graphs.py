@@ -146,7 +146,7 @@ class GraphedTape:
         for slot, static in recorded.fills:
             static.fill(step.slots[slot])
         for index, static in recorded.inputs:
-            static.fill(step.inputs[index])
+            static.fill(step.fetched.get(index, step.inputs[index]))
         recorded.replay()
         for slot in self.code.last:
             step.slots[slot] = None
@@ -202,7 +202,8 @@ class GraphedTape:
             scratch.slots[slot] = value = pytree.tree_map_only(torch.Tensor, statics.of, value)
             fills.append((slot, _Static(value)))
         for index in code.inputs:
-            tensor = step.inputs[index].detach().to(code.place, copy=True)
+            tensor = step.fetched.get(index, step.inputs[index]).detach()
+            tensor = tensor.to(code.place, copy=True)
             given[index] = statics.add(tensor)
             inputs.append((index, _Static(tensor)))
         replay = self._recorded(lambda: code.forward(scratch), self.ranks[0])

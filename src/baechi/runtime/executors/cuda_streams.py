@@ -86,6 +86,7 @@ class _StepRun:
     graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
     events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
+    arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)  # of inputs that come
 
 
 @final
@@ -123,6 +124,11 @@ class CudaExecutor:
             self._own.append(_stream(place) if own else None)
             if not lane.copies and is_used:
                 seen.add(place)
+        self._copying = {
+            lane.device: own
+            for lane, own in zip(program.lanes, self._own, strict=True)
+            if lane.copies and own is not None
+        }
         # GPUs on which several lanes compute.
         self._shared = frozenset(
             places[lane.device]
@@ -176,12 +182,16 @@ class CudaExecutor:
                 for lane, own in enumerate(self._own)
             ]
             with self._fenced(run):
+                pinned = self._fetch(step, run, streams) if phase == 0 else ()
                 for lane in rows.launch:
                     self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
                     event = events.get((phase, lane, position[lane]))
                     if event is not None:
                         event.record(streams[lane])
                     position[lane] += 1
+                step.fetched.clear()
+                for event in pinned:  # over by now: they began first, and the caller may write
+                    event.synchronize()
             given = step.results, step.grads[:]  # theirs that are copied, until lanes wait for that
             if phase == 0:
                 self._give_results(step, run)
@@ -242,6 +252,35 @@ class CudaExecutor:
         if len(self._running) > 1 and self._gpus:  # others have begun: their lanes wait here
             join(callers := self._callers(run), [*callers, *self._lanes])
 
+    def _fetch(self, step: Step, run: _StepRun, streams: Streams) -> list[torch.cuda.Event]:
+        """Begin to bring the caller's tensors to the GPUs that read them; those of pinned ones.
+
+        Where a lane first reads it, a copy from a CPU would stop the host, and one from another GPU
+        would make lanes of both wait for each other. The memory is the reader's, who waits.
+        """
+        pinned = []
+        for code in self.bound.tapes:
+            for index in code.inputs:
+                tensor, reader = step.inputs[index], streams[code.device]
+                if (
+                    reader is None
+                    or tensor.device == code.place
+                    or tensor.layout is not torch.strided
+                ):
+                    continue
+                with torch.cuda.stream(reader):
+                    room = torch.empty_like(tensor, device=code.place, requires_grad=False)
+                copying = self._copying.get(code.device, reader)
+                if copying != reader:
+                    copying.wait_stream(reader)
+                with _on(self._out.get(tensor.device)), torch.cuda.stream(copying):
+                    room.copy_(tensor.detach(), non_blocking=True)
+                    run.arrivals[index] = event = copying.record_event()
+                step.fetched[index] = room
+                if not tensor.is_cuda and tensor.is_pinned() and not self._is_captured():
+                    pinned.append(event)
+        return pinned
+
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
     ) -> None:
@@ -268,6 +307,10 @@ class CudaExecutor:
         graphs = step.own.graphs
         for index in segment.tapes:
             tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
+            for arriving in () if phase else self.bound.tapes[index].inputs:
+                event = step.own.arrivals.pop(arriving, None)
+                if event is not None:
+                    torch.cuda.current_stream(self.bound.tapes[index].place).wait_event(event)
             if segment.again:
                 tape.recompute(step)
             elif phase:

@@ -1,0 +1,167 @@
+"""The step `prediction`: what is predicted of a step, beside what it takes, in time and in memory.
+
+Each model as users place it (`place`, costs measured): on one lane eagerly, on one lane as CUDA
+graphs, and on two as graphs. Times: predicted; measured in a row of steps, by events around all;
+of the host, without waiting. Memory: predicted, the most that the allocator gave out, the most that
+it held, and how often it had to give back what it held to go on.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from benchmarks.gpu_check.check import Check
+from benchmarks.models.googlenet import googlenet
+from benchmarks.models.resnet import resnet50
+from benchmarks.models.towers import Towers
+from torch import Tensor, nn
+
+import baechi
+from baechi.runtime.executors.cuda_graphs import WARM_UP
+from baechi.tracing.pytrees import tensors_in
+
+_PLACE: Final = "cuda:0"
+_SIDES: Final[Mapping[str, tuple[Sequence[str], Any]]] = {
+    "1 lane": ([_PLACE], False),
+    "1 lane, graphs": ([_PLACE], "auto"),
+    "2 lanes, graphs": ([f"{_PLACE}/a", f"{_PLACE}/b"], "auto"),
+}
+
+Example = tuple[nn.Module, Mapping[str, Any]]
+
+
+def run(check: Check) -> None:
+    """A row per model, batch, mode and side."""
+    batches = (1,) if check.quick else (1, 8)
+    steps = 3 if check.quick else 20
+    models = _models(check.quick)
+    for name in list(models)[1:2] if check.quick else models:
+        for batch in batches:
+            for training in (True,) if check.quick else (False, True):
+                for side in _SIDES:
+                    mode = "training" if training else "forward"
+                    check.case(
+                        f"{name} b{batch} {mode}, {side}",
+                        partial(row, models[name], batch, training, side, steps),
+                    )
+
+
+def _models(quick: bool) -> Mapping[str, Callable[[int], Example]]:
+    image = (3, 32, 32) if quick else (3, 224, 224)
+
+    def gpt2(batch: int) -> Example:
+        from benchmarks.models import hugging_face
+
+        ids = torch.randint(0, 50_257, (batch, 512), device=_PLACE)
+        return hugging_face.gpt2(dropout=False), {"input_ids": ids, "labels": ids}
+
+    def images(make: Callable[[], nn.Module], batch: int) -> Example:
+        return make(), {"x": torch.randn(batch, *image, device=_PLACE)}
+
+    def towers(batch: int) -> Example:
+        width = 64 if quick else 1024
+        return Towers(2, 8, width), {"x": torch.randn(batch, width, device=_PLACE)}
+
+    return {
+        "gpt2": gpt2,
+        "towers": towers,
+        "resnet50": partial(images, resnet50),
+        "googlenet": partial(images, googlenet),
+    }
+
+
+def row(
+    make: Callable[[int], Example], batch: int, training: bool, side: str, steps: int
+) -> Mapping[str, Any]:
+    """Predicted and measured figures of one side."""
+    devices, graphs = _SIDES[side]
+    torch.manual_seed(0)
+    model, kwargs = make(batch)
+    model = model.to(_PLACE).train(training)
+    gc.collect()
+    torch.cuda.empty_cache()
+    given = sum(tensor.nbytes for tensor in tensors_in(kwargs))
+    state = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    before = torch.cuda.memory_allocated() - given - state
+    with torch.set_grad_enabled(training):
+        placed = baechi.place(
+            model,
+            list(devices),
+            example_args=(),
+            example_kwargs=dict(kwargs),
+            training=training,
+            cuda_graphs=graphs,
+            guard=False,
+            progress=False,
+        )
+        torch.cuda.empty_cache()  # what the profile used
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        one = partial(_step, placed, kwargs, training)
+        for _ in range(WARM_UP + 2):
+            one()
+        measured_ms, host_ms = _measured(one, steps)
+        allocated = torch.cuda.max_memory_allocated() - before
+        reserved = torch.cuda.max_memory_reserved()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    predicted_ms = placed.schedule.makespan_ns / 1e6
+    peak = sum(placed.schedule.peak_bytes)
+    lanes = len(set(placed.placement.devices))
+    remarks = [remark for remark in placed.remarks if "CUDA graphs" in remark]
+    placed.unplace()
+    error = (predicted_ms - measured_ms) / measured_ms
+    times = (
+        {"graphs_error": error} if graphs else {"eager_measured_over_predicted": 1 / (1 + error)}
+    )
+    return {
+        "predicted_ms": predicted_ms,
+        "measured_ms": measured_ms,
+        "host_ms": host_ms,
+        **times,
+        "lanes": lanes,
+        "predicted_mb": peak / 1e6,
+        "allocated_mb": allocated / 1e6,
+        "reserved_mb": reserved / 1e6,
+        "allocated_error": (peak - allocated) / allocated,
+        "reserved_over_allocated": reserved / torch.cuda.max_memory_allocated(),
+        "retries": retries,
+        **({"remarks": remarks} if remarks else {}),
+    }
+
+
+def _step(model: nn.Module, kwargs: Mapping[str, Any], training: bool) -> None:
+    if training:
+        model.zero_grad()
+    outputs = tensors_in(model(**kwargs))
+    if training:
+        graded = [t for t in outputs if t.requires_grad]
+        loss_of(graded).backward()
+
+
+def loss_of(outputs: Sequence[Tensor]) -> Tensor:
+    """The loss that the model has, or one of its first output."""
+    scalars = [t for t in outputs if t.dim() == 0]
+    return scalars[0] if scalars else outputs[0].float().square().mean()
+
+
+def _measured(step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Milliseconds of a step: of the device in a row of them, and of the host alone."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    end.synchronize()
+    host = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter_ns()
+        step()
+        host.append(time.perf_counter_ns() - begun)
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / steps, statistics.median(host) / 1e6

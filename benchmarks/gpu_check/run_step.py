@@ -1,0 +1,104 @@
+"""One step in a process of its own, and the rows that it leaves, however it ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.steps import Step
+
+Row = dict[str, Any]
+
+_ROOT = Path(__file__).parents[2]
+_LEAST_S = 5.0
+_POLL_S = 0.1
+_LAST_LINES = 3
+
+
+def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator[Row]:
+    """The rows of a step as they come; one more if it did not end as it should.
+
+    Args:
+        step: What to run.
+        folder: For the row file, the log, and costs that steps measure and share.
+        quick: Whether a few cases are enough.
+        left_s: What is left of the time of all steps.
+    """
+    if left_s < _LEAST_S:
+        yield _row(step, "step", "skipped", 0.0, f"{max(left_s, 0):.0f} s were left for it")
+        return
+    limit_s = min(step.limit_s, left_s)
+    path, log = folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
+    path.touch()
+    command = [sys.executable, "-m", "benchmarks.gpu_check.check", step.module, step.name]
+    command += [str(path), str(limit_s), "quick" if quick else "whole"]
+    paths = os.pathsep.join([*filter(None, sys.path), str(_ROOT)])
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": paths}
+    begun = time.monotonic()
+    with log.open("wb") as output, path.open() as found:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=_ROOT,
+            env={**os.environ, **own, **step.environment},
+            start_new_session=True,
+        )
+        try:
+            late = False
+            ended = False
+            while not ended:
+                ended = process.poll() is not None
+                late = not ended and time.monotonic() - begun > limit_s
+                if late:
+                    _kill(process)
+                    ended = True
+                yield from _written(found)
+                if not ended:
+                    time.sleep(_POLL_S)
+        finally:
+            _kill(process)
+    took_s = time.monotonic() - begun
+    last = " | ".join(log.read_text(errors="replace").split("\n")[-_LAST_LINES - 1 :]).strip(" |")
+    if late:
+        yield _row(step, "step", "timeout", took_s, f"over {limit_s:.0f} s: {last}")
+    elif process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        yield _row(step, "step", "crash", took_s, f"{name}: {last}")
+    elif process.returncode:
+        yield _row(step, "step", "crash", took_s, f"exit status {process.returncode}: {last}")
+
+
+def _written(file: Any) -> Iterator[Row]:
+    """What whole lines there are; a process that is killed may leave half of one."""
+    while True:
+        begin = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(begin)
+            return
+        yield json.loads(line)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _row(step: Step, case: str, status: str, seconds: float, error: str) -> Row:
+    return {
+        "step": step.name,
+        "case": case,
+        "status": status,
+        "seconds": round(seconds, 2),
+        "error": error,
+    }

@@ -1,0 +1,46 @@
+"""The steps, in the order in which they run: what decides most comes first."""
+
+from dataclasses import dataclass, field
+from typing import Final, final
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """A step.
+
+    Attributes:
+        name: What `--only` takes.
+        module: Has `run(check)`.
+        limit_s: What it may take at most. All limits together are above the ten minutes; a step
+            that finds too little time left is a row, too.
+        claim: What `--list` says.
+        environment: Variables that its process has beside those of the caller.
+    """
+
+    name: str
+    module: str
+    limit_s: float
+    claim: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _step(name: str, module: str, limit_s: float, claim: str, **environment: str) -> Step:
+    return Step(name, f"benchmarks.gpu_check.{module}", limit_s, claim, environment)
+
+
+STEPS: Final = (
+    _step("environment", "machine", 40, "GPUs, driver, torch, CUDA, settings, other processes"),
+    _step("contracts", "tests", 60, "what the runtime relies on in torch holds"),
+    _step("layouts", "tests", 60, "a model traced on the CPU runs on the GPU, whatever kernels do"),
+    _step("host", "host", 60, "us of the host per operator, segment, hand-over, graph and call"),
+    _step("timer", "timer", 60, "the timer's readings against CUPTI's"),
+    _step("overlap", "overlap", 30, "what two streams gain, by size; how many run side by side"),
+    _step("prediction", "prediction", 120, "predicted, measured, allocated, reserved; four models"),
+    _step("one-graph", "one_graph", 90, "lanes against eager and against one sequential graph"),
+    _step("races", "tests", 60, "no access without a wait, by torch's sanitizer and by spins"),
+    _step("values", "tests", 120, "models on lanes, eager and as graphs, equal the unsplit ones"),
+    _step("ecosystem", "ecosystem", 45, "generate, and transformers' Trainer, on a placed model"),
+    _step("compile", "compiled", 60, "compiled segments give the values, and compile once"),
+    _step("several", "several", 60, "links, contexts and values of several GPUs"),
+)

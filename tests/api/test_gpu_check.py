@@ -1,0 +1,142 @@
+"""`python3 -m benchmarks.gpu_check`: whatever a step does, the others run and the page is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.steps import STEPS, Step
+
+GOOD = """
+def run(check):
+    check.case("works", lambda: {"operator_us": 6.5})
+    check.case("is wrong", wrong)
+    check.case("lacks a package", lambda: __import__("a_package_of_no_one"))
+    check.case("does not apply", skipped)
+    check.case("raises", lambda: 1 / 0)
+
+def wrong():
+    assert 1 == 2, "1 is not 2"
+
+def skipped():
+    from benchmarks.gpu_check.check import Skipped
+    raise Skipped("there is one GPU")
+"""
+CRASH = """
+import os, signal
+def run(check):
+    check.case("before", lambda: None)
+    check.case("the end", lambda: os.kill(os.getpid(), signal.SIGSEGV))
+"""
+EXIT = "import os\ndef run(check): os._exit(7)"
+HANG = """
+import subprocess, sys, time
+def run(check):
+    check.case("before", lambda: None)
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+STICKY = """
+def run(check):
+    check.case("the last", last)
+    check.case("never comes", lambda: None)
+
+def last():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+MISSING = "import a_package_of_no_one\ndef run(check): pass"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs steps of the given code, and returns the exit status, rows and page."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def steps(*arguments: str, **code: str) -> tuple[int, list[Any], str]:
+        for name, text in code.items():
+            (tmp_path / f"step_{name}.py").write_text(text)
+        limits = dict.fromkeys(code, 60.0) | {"hang": 4.0}
+        rows = [Step(name, f"step_{name}", limits[name], f"claims {name}") for name in code]
+        out = tmp_path / "results"
+        status = main([*arguments, "--out", str(out)], rows)
+        (file,) = out.glob("*.jsonl")
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        return status, found, file.with_suffix(".txt").read_text()
+
+    return steps
+
+
+def shown(rows: list[Any]) -> list[tuple[str, str, str]]:
+    return [(row["step"], row["case"], row["status"]) for row in rows]
+
+
+def test_a_row_has_what_a_case_found_or_why_it_did_not(run: Any) -> None:
+    status, rows, page = run(host=GOOD)
+    assert status == 1
+    assert [row["status"] for row in rows] == ["ok", "fail", "missing", "skip", "error"]
+    assert rows[0]["operator_us"] == 6.5
+    assert [row.get("error") for row in rows[1:]] == [
+        "1 is not 2",
+        "No module named 'a_package_of_no_one'",
+        "there is one GPU",
+        "ZeroDivisionError: division by zero",
+    ]
+    assert " 1  host, an operator                     6.5 us" in page
+    assert "host         1 ok, 1 fail, 1 missing, 1 skip, 1 error" in page
+
+
+def test_nothing_stops_the_run(run: Any) -> None:
+    status, rows, page = run(crash=CRASH, exit=EXIT, missing=MISSING, sticky=STICKY, host=GOOD)
+    assert status == 1
+    assert shown(rows)[:7] == [
+        *(("crash", "before", "ok"), ("crash", "step", "crash")),
+        ("exit", "step", "crash"),
+        ("missing", "import", "missing"),
+        *(("sticky", "the last", "error"), ("sticky", "step", "crash")),
+        ("host", "works", "ok"),
+    ]
+    assert rows[1]["error"].startswith("SIGSEGV: ")
+    assert rows[2]["error"].startswith("exit status 7")
+    assert "No module named 'a_package_of_no_one'" in page
+
+
+def test_a_step_that_hangs_is_ended(run: Any) -> None:
+    _, rows, _ = run(hang=HANG, host=GOOD)
+    (late,) = (row for row in rows if (row["step"], row["case"]) == ("hang", "step"))
+    assert late["status"] == "timeout"
+    assert late["error"].startswith("over 4 s: ")
+    assert ("host", "works", "ok") in shown(rows)
+
+
+def test_steps_without_time_left_are_rows(run: Any) -> None:
+    status, rows, _ = run("--budget", "1", host=GOOD, crash=CRASH)
+    assert status == 1
+    assert shown(rows) == [("host", "step", "skipped"), ("crash", "step", "skipped")]
+
+
+def test_the_first_step_ends_the_run_where_no_gpu_can_be_used(run: Any) -> None:
+    code = "def run(check): check.case('torch', lambda: exec('assert 0, \"no driver\"'))"
+    status, rows, page = run(environment=code, host=GOOD)
+    assert (status, shown(rows)) == (1, [("environment", "torch", "fail")])
+    assert "no driver" in page
+
+
+def test_some_steps_by_name(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {row["step"] for row in run("--only", "host", crash=CRASH, host=GOOD)[1]} == {"host"}
+    with pytest.raises(SystemExit, match="no step is called nothing"):
+        main(["--only", "nothing"])
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{step.name:14}{step.limit_s:4} s  {step.claim}" in listed for step in STEPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [step.name for step in STEPS])
+def test_every_step_runs(step: str, tmp_path: Path) -> None:
+    """On a GPU, and on the emulated runtime (`make test-emulated`)."""
+    main(["--quick", "--only", step, "--out", str(tmp_path), "--budget", "300"])
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    wrong = [row for row in rows if row["status"] not in ("ok", "skip", "missing")]
+    assert step in {row["step"] for row in rows}
+    assert not wrong
