@@ -303,7 +303,9 @@ class PlacedState:
                 self.cover()
                 special.settle()
                 self._settled.clear()
-            self._settled.add(special)
+            if special not in self._settled:
+                special.renew()
+                self._settled.add(special)
             self.latest = special
             return special
 
