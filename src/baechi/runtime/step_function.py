@@ -20,6 +20,7 @@ from baechi.runtime.autograd.step import OutputFunction, Step
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
+    GRADIENT_HOOKS,
     gradient_hooks,
     is_graph_kept,
     run_first,
@@ -49,14 +50,16 @@ class Leaves:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bound: Bound) -> None:
         self.trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.hooked = frozenset(p for p in self.trained if gradient_hooks(p))
+        hooks = [(p, getattr(p, GRADIENT_HOOKS)) for p in self.trained]
+        self.hooked = frozenset(parameter for parameter, own in hooks if own)
         self.bound = bound
         homes = [bound.parameters[parameter] for parameter in self.trained]
         self.slots = [slots[0] for _, slots in homes]
         self.spread = [home for home in homes if len(home[1]) > 1]
-        hooks = (p._backward_hooks for p in self.trained if p._backward_hooks is not None)
-        names = ("requires_grad", "_backward_hooks")
-        self._held = HeldObjects(hooks, ((parameter, names) for parameter in parameters))
+        # One without hooks may be frozen: then no tape makes a gradient of it, and torch takes none.
+        names = ("requires_grad", GRADIENT_HOOKS)
+        rows = ((p, names[p.requires_grad and p not in self.hooked :]) for p in parameters)
+        self._held = HeldObjects((own for _, own in hooks if own is not None), rows)
         self._gpus = {p.device for p in self.trained if p.is_cuda}
         self._streams: list[Any] = []  # of which the nodes are
         self._free: list[torch.Tensor] = []

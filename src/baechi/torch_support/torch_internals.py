@@ -121,6 +121,9 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+GRADIENT_HOOKS: Final = "_backward_hooks"  # the attribute that has them, or None
+
+
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     """The hooks that `register_hook` gave a tensor."""
     return tensor._backward_hooks or {}
