@@ -7,9 +7,10 @@ forward and 100 us per training step for a model of 200 operators and 150 parame
 devices, and they do not grow with the number of parameters after the first call.
 
 Microseconds of whole calls without those in which the executor runs the program's tapes, which hand
-over what they made once: the median, and what a twentieth stays below, as on a quiet machine. In a training step autograd also hands
-every parameter its gradient, as it does in eager; one node that has gradients ready for as many
-leaves shows what that takes (`leaves`).
+over what they made once: the median, and what a twentieth stays below, as on a quiet machine. A
+training step is that of a sum of the output. In it autograd also hands every parameter its
+gradient, as in eager: a node that has them ready shows what that takes (`leaves`), so that what is
+Baechi's in a step is `step` less `leaves`.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
@@ -60,6 +60,8 @@ class Executable:
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
         comparison: How it was found faster than another placement by measurement; else empty.
+        measured: What its steps were measured to take, if they were.
+        settled_at: The count of the model's moves when its weights were last in place; else -1.
         unsplit_on: The device of all, if the model itself runs in place of the program.
 
     Raises:
@@ -90,6 +92,7 @@ class Executable:
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
         self.comparison = ""
+        self.measured: Measurement | None = None
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
@@ -122,7 +125,7 @@ class Executable:
         frozen = ((p, ("requires_grad",)) for p in bound.parameters if not p.requires_grad)
         self._frozen = HeldObjects((), frozen)
         self._trainable = [p for p in bound.parameters if p.requires_grad]
-        self.renew()
+        self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
@@ -197,8 +200,9 @@ class Executable:
             move(tensor, self.places[device])
         compact(self.module.model)
 
-    def renew(self) -> None:
+    def renew(self, settled_at: int) -> None:
         """Forget torch's nodes of parameters that were elsewhere meanwhile, and have new ones."""
+        self.settled_at = settled_at
         self._leaves: Leaves | None = None
 
     def takes(self, call: Call) -> bool:
@@ -292,6 +296,8 @@ class Executable:
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
         rows += tuple(text for text in (self.note, self.comparison) if text)
+        if self.unsplit_on is not None and (changed := self.attributes.changed()):
+            rows += (f"schedule and costs are of before a change, which calls see: {changed}.",)
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks

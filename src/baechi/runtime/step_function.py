@@ -56,7 +56,7 @@ class Leaves:
         homes = [bound.parameters[parameter] for parameter in self.trained]
         self.slots = [slots[0] for _, slots in homes]
         self.spread = [home for home in homes if len(home[1]) > 1]
-        # One without hooks may be frozen: then no tape makes a gradient of it, and torch takes none.
+        # One without hooks may be frozen: no tape makes a gradient of it then, and torch takes none.
         names = ("requires_grad", GRADIENT_HOOKS)
         rows = ((p, names[p.requires_grad and p not in self.hooked :]) for p in parameters)
         self._held = HeldObjects((own for _, own in hooks if own is not None), rows)

@@ -221,7 +221,8 @@ def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
     if _SIMPLE.issuperset(kinds):
         tensors = tuple(value for value in given if isinstance(value, torch.Tensor))
         rest = tuple(None if isinstance(value, torch.Tensor) else value for value in given)
-        return Call(tensors, _simple(len(positional), tuple(named), kinds, rest), Autocast.current())
+        structure = _simple(len(positional), tuple(named), kinds, rest)
+        return Call(tensors, structure, Autocast.current())
     parts = Parts(look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
