@@ -17,7 +17,6 @@ import baechi
 from baechi import InputError, Measurement
 from baechi.records.placement import error_of
 from baechi.runtime import step_measurement as measuring
-from baechi.runtime.derived_class import placed_state
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.memory_meter import Meter
 
@@ -116,7 +115,7 @@ def test_state_that_is_planned_and_absent_is_named_until_the_optimizer_has_it() 
     trained = [p.nbytes for p in placed.parameters()]
     optimizer = torch.optim.Adam(placed.parameters())
     without = placed.measure(1, optimizer=optimizer)  # it has made no step yet
-    assert without == placed_state(placed).measured[placed._current]
+    assert without == placed._current.measured
     assert sum(without.absent_bytes) >= 2 * sum(trained)
     placed(torch.randn(4, 16)).sum().backward()
     optimizer.step()

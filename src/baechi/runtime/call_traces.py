@@ -39,7 +39,7 @@ class CallTraces:
     def trace(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
         """The trace of a call: of its family where calls of its kind have had other sizes."""
         for special in kin:  # one that takes the call, but does not fit at its shape
-            if special.attributes.hold() and special.joined(call) is not None:
+            if special.holds() and special.joined(call) is not None:
                 return special.traced
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
@@ -122,7 +122,7 @@ def _beyond(
     """
     static: Traced | None = None
     for special in kin:
-        if special.attributes.hold() and special.may_take(call):
+        if special.holds() and special.may_take(call):
             if static is None:
                 args, kwargs = call.structure.fill(call.tensors)
                 static = ladder.trace(model, args, kwargs)

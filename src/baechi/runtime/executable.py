@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
@@ -26,7 +26,7 @@ from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.parameter_devices import devices_of_state
 from baechi.runtime.runtime_checks import SharingGuard, StateGuard
-from baechi.runtime.step_function import Executor, Plan, StepFunction
+from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
@@ -34,7 +34,7 @@ from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.family_traces import same_beyond
-from baechi.tracing.guards import truth_values_of
+from baechi.tracing.guards import HeldObjects, truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.partition import attribute
@@ -60,6 +60,8 @@ class Executable:
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
         comparison: How it was found faster than another placement by measurement; else empty.
+        measured: What its steps were measured to take, if they were.
+        settled_at: The count of the model's moves when its weights were last in place; else -1.
         unsplit_on: The device of all, if the model itself runs in place of the program.
 
     Raises:
@@ -90,6 +92,7 @@ class Executable:
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
         self.comparison = ""
+        self.measured: Measurement | None = None
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
@@ -119,7 +122,10 @@ class Executable:
         self._rewritten = _rewritten(module)
         self._viewed = _viewed(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
-        self._frozen = [p for p in bound.parameters if not p.requires_grad]
+        frozen = ((p, ("requires_grad",)) for p in bound.parameters if not p.requires_grad)
+        self._frozen = HeldObjects((), frozen)
+        self._trainable = [p for p in bound.parameters if p.requires_grad]
+        self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
@@ -194,6 +200,11 @@ class Executable:
             move(tensor, self.places[device])
         compact(self.module.model)
 
+    def renew(self, settled_at: int) -> None:
+        """Forget torch's nodes of parameters that were elsewhere meanwhile, and have new ones."""
+        self.settled_at = settled_at
+        self._leaves: Leaves | None = None
+
     def takes(self, call: Call) -> bool:
         """True if arguments share what they shared in the trace, and their gradients are planned.
 
@@ -207,7 +218,7 @@ class Executable:
         if not self._sharing_guard.allows(call.tensors):
             return False
         if self.training and torch.is_grad_enabled():
-            if any(parameter.requires_grad for parameter in self._frozen):
+            if not self._frozen.are_same():
                 return False
             planned = zip(call.tensors, self.module.call.tensors, strict=True)
             if not all(mine.requires_grad <= own.requires_grad for mine, own in planned):
@@ -285,6 +296,8 @@ class Executable:
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
         rows += tuple(text for text in (self.note, self.comparison) if text)
+        if self.unsplit_on is not None and (changed := self.attributes.changed()):
+            rows += (f"schedule and costs are of before a change, which calls see: {changed}.",)
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
@@ -364,26 +377,26 @@ class Executable:
         step = Step(True, meter, call.tensors, executor.bound.sizes)
         for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
-        trained = [p for p in executor.bound.parameters if p.requires_grad]
-        hooked = self._hooked(trained)
-        step.apart = bool(hooked)
+        leaves = self._leaves
+        if leaves is None or leaves.bound is not executor.bound or not leaves.are_same():
+            leaves = self._leaves = Leaves(self._trainable, executor.bound)
+        if leaves.hooked & self._whole:
+            self._refuse_hook(leaves.hooked)
+        step.apart = bool(leaves.hooked)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(executor, step, call, trained, hooked)
-        seed = torch.empty(0, requires_grad=True)
-        tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        plan = Plan(executor, step, call, leaves)
+        tokens = StepFunction.apply(plan, plan.token, *inputs)  # type: ignore[no-untyped-call]
         return self._finish(call, plan.merge(tokens))
 
-    def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
-        """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
-        hooked = frozenset(parameter for parameter in trained if gradient_hooks(parameter))
-        for parameter in hooked & self._whole if hooked else ():
-            name = next(n for n, p in self.module.model.named_parameters() if p is parameter)
-            raise ExecutionError(
-                f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
-                "twice: it is in a submodule that tracing leaves whole. Use "
-                "register_post_accumulate_grad_hook."
-            )
-        return hooked
+    def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
+        """Refuse hooks that tapes cannot cut off: each would run them."""
+        named = self.module.model.named_parameters()
+        name = next(name for name, p in named if p in hooked & self._whole)
+        raise ExecutionError(
+            f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
+            "twice: it is in a submodule that tracing leaves whole. Use "
+            "register_post_accumulate_grad_hook."
+        )
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object.

@@ -268,7 +268,7 @@ class PlacedModule(nn.Module):
         special = state.current
         parts = (state.known("graph"), state.known("cluster"), special.placement)
         schedule = cast(Schedule, special.schedule)
-        plan = Plan(*parts, schedule, special.traced, state.measured.get(special))
+        plan = Plan(*parts, schedule, special.traced, special.measured)
         if path is not None:
             write_html(path, plan)
         if trace is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, Protocol, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -124,8 +125,8 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_glances", "_limit", "_settled", "_specialize", "_unsplit", "entries", "homes"),
-        *("latest", "loaded", "lock", "measured", "meter", "model", "origins", "places", "root"),
+        *("_glances", "_limit", "_moves", "_specialize", "_unsplit", "entries", "homes"),
+        *("latest", "loaded", "lock", "meter", "model", "origins", "places", "root"),
     )
 
     def __init__(
@@ -142,15 +143,15 @@ class PlacedState:
         self.root = Entry(model, "", self)
         self.entries: dict[nn.Module, Entry] = {}  # of the parts
         self.latest: Executable | None = None
-        self._settled: set[Executable] = set()  # whose weights are where they need them
-        self._glances: dict[Any, Executable] = {}  # of calls that run the model itself
+        self._moves = 0  # of weights; a plan knows at which of them it had its own in place
+        # Of calls that run the model itself; none keeps a plan that is dropped.
+        self._glances: WeakValueDictionary[Any, Executable] = WeakValueDictionary()
         # Of each tensor in the first plan that had it, whatever became of that: optimizers' state
         # is there.
         self.homes: dict[torch.Tensor, int] = {}
         self._unsplit: list[str] = []
         self.lock = CallLock()
         self.meter: Meter | None = None
-        self.measured: dict[Executable, Measurement] = {}
         # What is read from files comes to several devices at once, and leaves them for the host.
         self.loaded = any(tensor.is_meta for tensor in self._tensors())
         host = torch.device("cpu")
@@ -245,7 +246,7 @@ class PlacedState:
         """
         glance = self._glance(args, kwargs) if entry is self.root else None
         special = self._glances.get(glance)
-        if special is None or special not in self._settled or self.meter is not None:
+        if special is None or special.settled_at != self._moves or self.meter is not None:
             with self.lock:
                 try:
                     if tracer := foreign_tracer():
@@ -298,12 +299,13 @@ class PlacedState:
         """The specialization for a call, made where there is none yet, with weights in place."""
         with self.lock:
             special = entry.specializations.find(call)
-            if special is None or not (special in self._settled or special.is_settled):
-                special = special or self._make(entry, call)
-                self.cover()
-                special.settle()
-                self._settled.clear()
-            self._settled.add(special)
+            if special is None or special.settled_at != self._moves:
+                if special is None or not special.is_settled:
+                    special = special or self._make(entry, call)
+                    self.cover()
+                    special.settle()
+                    self._moves += 1
+                special.renew(self._moves)
             self.latest = special
             return special
 
@@ -367,7 +369,7 @@ class PlacedState:
             self._unsplit.append(text)
             warnings.warn(text, stacklevel=4)
         if any(tensor.device != home for tensor in own):
-            self._settled.clear()
+            self._moves += 1
             for tensor in own:
                 move(tensor, home)
         return plain(*args, **kwargs)
@@ -406,7 +408,7 @@ class PlacedState:
             n = len(measured.peak_bytes)
             absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
             measured = replace(measured, absent_bytes=absent if any(absent) else ())
-        self.measured[special] = measured
+        special.measured = measured
         return measured
 
     def hold(self, meter: Meter, optimizer: torch.optim.Optimizer | None) -> None:
@@ -421,7 +423,7 @@ class PlacedState:
         """Drop all specializations, after parameters and buffers were exchanged or cast."""
         self.close()
         self.homes.clear()
-        self._settled.clear()
+        self._moves += 1
         self._glances.clear()
         for entry in self._all_entries:
             entry.specializations = Specializations(entry.module)
@@ -431,7 +433,7 @@ class PlacedState:
 
     def unsettle(self) -> None:
         """Take note that weights have moved."""
-        self._settled.clear()
+        self._moves += 1
 
     def close(self) -> None:
         """Stop the workers."""
@@ -447,7 +449,7 @@ class PlacedState:
 
     def move_back(self) -> None:
         """Move every parameter and buffer to the device that it came from."""
-        self._settled.clear()
+        self._moves += 1
         for tensor, device in self.origins:
             move(tensor, device)
 

@@ -1,6 +1,7 @@
-"""The one autograd node of a step: its inputs are the caller's tensors and every parameter.
+"""The one autograd node of a step: its inputs are the caller's tensors and the parameters' token.
 
-    inputs, parameters -> `StepFunction` -> a token per output -> `OutputFunction` -> output
+    parameters -> `LeavesFunction` -> token
+    inputs, token -> `StepFunction` -> a token per output -> `OutputFunction` -> output
 
 So `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
@@ -14,18 +15,74 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
-from baechi.runtime.autograd.binding import BoundResult
+from baechi.runtime.autograd.binding import Bound, BoundResult
 from baechi.runtime.autograd.step import OutputFunction, Step
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
+    GRADIENT_HOOKS,
     gradient_hooks,
     is_graph_kept,
+    run_first,
     watch_hooks,
 )
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.guards import HeldObjects
 
 Executor: TypeAlias = CpuExecutor | CudaExecutor
+
+
+@final
+class Leaves:
+    """The parameters that steps train, as long as these stay so and have the same hooks.
+
+    To give a node hundreds of inputs takes as long as some operators do. So one node for all of
+    them outlives the steps, of which each has it for itself: what steps of one backward add up is
+    each parameter's gradient, in the order in which they go backward.
+
+    Attributes:
+        trained: The parameters that need a gradient now.
+        hooked: Those whose gradients have hooks.
+        bound: The program whose steps these are.
+        slots: The slot of each one's gradient.
+        spread: Device and slots of what is added up at the end, into the first.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], bound: Bound) -> None:
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        hooks = [(p, getattr(p, GRADIENT_HOOKS)) for p in self.trained]
+        self.hooked = frozenset(parameter for parameter, own in hooks if own)
+        self.bound = bound
+        homes = [bound.parameters[parameter] for parameter in self.trained]
+        self.slots = [slots[0] for _, slots in homes]
+        self.spread = [home for home in homes if len(home[1]) > 1]
+        # One without hooks may be frozen: no tape makes a gradient of it then, and torch takes none.
+        names = ("requires_grad", GRADIENT_HOOKS)
+        rows = ((p, names[p.requires_grad and p not in self.hooked :]) for p in parameters)
+        self._held = HeldObjects((own for _, own in hooks if own is not None), rows)
+        self._gpus = {p.device for p in self.trained if p.is_cuda}
+        self._streams: list[Any] = []  # of which the nodes are
+        self._free: list[torch.Tensor] = []
+
+    def are_same(self) -> bool:
+        """True if the same parameters are trained, with the same hooks."""
+        return self._held.are_same()
+
+    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A token of the parameters' node for a step, and where the step puts it in the end."""
+        streams = [torch.cuda.current_stream(gpu) for gpu in self._gpus]
+        if streams != self._streams:
+            self._streams, self._free = streams, []
+        if not self._free:
+            self._free.append(self._made())
+        return self._free.pop(), self._free
+
+    def _made(self) -> torch.Tensor:
+        if not self.trained:
+            return torch.empty(0, requires_grad=True)
+        token: torch.Tensor = LeavesFunction.apply(*self.trained)  # type: ignore[no-untyped-call]
+        run_first(token)
+        return token
 
 
 @final
@@ -36,10 +93,10 @@ class Plan:
     executor: Executor
     step: Step
     call: Call
-    trained: list[torch.nn.Parameter]
-    hooked: frozenset[torch.nn.Parameter]  # whose gradients had hooks when the forward ran
+    leaves: Leaves
 
     def __post_init__(self) -> None:
+        self.token, self._free = self.leaves.take()
         self.spent = False
         self.graded = [tensor.requires_grad for tensor in self.call.tensors]
         # The tensors among the results with gradients; of each its result, its number among the
@@ -48,6 +105,10 @@ class Plan:
         # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
         self._parts: list[tuple[list[Any], pytree.TreeSpec]] = []  # results, taken apart
+
+    def __del__(self) -> None:
+        """Give the node of the parameters to a step to come."""
+        self._free.append(self.token)
 
     def forward(self) -> None:
         """Run the forward, and take its results apart."""
@@ -78,7 +139,9 @@ class Plan:
         return [pytree.tree_unflatten(leaves, spec) for leaves, spec in parts]
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and the parameters; `keep` leaves the graph for another backward.
+        """Gradients of token and inputs; `keep` leaves the graph for another backward.
+
+        The token's has those of the parameters.
 
         Raises:
             ExecutionError: The graph was freed by an earlier backward; a parameter has a hook that
@@ -89,8 +152,9 @@ class Plan:
                 "this step's graph was freed by its first backward; to go backward twice, give "
                 "retain_graph=True the first time."
             )
-        for parameter in self.trained:
-            if gradient_hooks(parameter) and parameter not in self.hooked:
+        leaves = self.leaves
+        for parameter in () if leaves.are_same() else leaves.trained:
+            if gradient_hooks(parameter) and parameter not in leaves.hooked:
                 raise ExecutionError(
                     f"a hook was registered on the gradient of a parameter (of shape "
                     f"{list(parameter.shape)}) between forward and backward; register it before "
@@ -109,25 +173,42 @@ class Plan:
         step, bound = self.step, self.executor.bound
         step.keep = keep
         self.executor.run(step, 1)
-        result: list[torch.Tensor | None] = []
+        end: Any = self.token.new_empty(0)
+        result: list[torch.Tensor | None] = [end]
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
         for tensor, graded, slots in rows:
             if graded:
                 total = step.taken(slots)
                 result.append(None if total is None else total.to(tensor.device))
-        for parameter in self.trained:
-            device, slots = bound.parameters[parameter]
+        for device, slots in leaves.spread:
             with step.counting(device):
-                result.append(step.taken(slots))
-            if result[-1] is None and gradient_hooks(parameter):
+                step.grads[slots[0]] = step.taken(slots)
+        for parameter in leaves.hooked:
+            if gradient_hooks(parameter) and step.grads[bound.parameters[parameter][1][0]] is None:
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
+        end.gradients = tuple(map(step.grads.__getitem__, leaves.slots))
         self.executor.meet(step)
         step.grads = [None] * len(step.grads)
         return result
+
+
+class LeavesFunction(torch.autograd.Function):
+    """Parameters as one node; its output is a token, whose gradient has those of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        """The token."""
+        return parameters[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Any) -> Any:  # noqa: ARG004
+        """The gradients, which the token lets go of: what others hold would not become `.grad`."""
+        gradients, token.gradients = token.gradients, None
+        return gradients
 
 
 class StepFunction(torch.autograd.Function):
@@ -157,4 +238,4 @@ class StepFunction(torch.autograd.Function):
                 "a placed model has no second derivatives (create_graph=True): differentiate the "
                 "unsplit model, model = placed.unplace(), for a loss that has gradients in it."
             )
-        return (None, None, *ctx.plan.backward(is_graph_kept()))
+        return (None, *ctx.plan.backward(is_graph_kept()))

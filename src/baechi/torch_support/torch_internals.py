@@ -100,6 +100,12 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def run_first(token: torch.Tensor) -> None:
+    """Let a backward run the node behind a tensor before all others that it could, as leaves'."""
+    node: Any = token.grad_fn
+    node._set_sequence_nr(2**64 - 1)
+
+
 def is_graph_kept() -> bool:
     """True if the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -113,6 +119,9 @@ def version_of(tensor: torch.Tensor) -> int:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the number of in-place writes to the tensor's memory, for all its aliases."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+GRADIENT_HOOKS: Final = "_backward_hooks"  # the attribute that has them, or None
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:

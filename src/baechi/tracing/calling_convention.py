@@ -37,6 +37,8 @@ _TAKEN_APART = (
 # Whether what this thread runs of a model is for Baechi, which traces or has a worker there: then
 # the model and its parts run as they are, though they are placed.
 INSIDE: Final[ContextVar[bool]] = ContextVar("inside", default=False)
+# Arguments whose structure is made once; of floats 0.0 equals -0.0, and is another.
+_SIMPLE: Final = frozenset((torch.Tensor, type(None), bool, int, str))
 _FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -214,6 +216,13 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
     """The call with these arguments; raises an `InputError` if a trace could not hold them."""
+    given = (*positional, *named.values())
+    kinds = tuple(map(type, given))
+    if _SIMPLE.issuperset(kinds):
+        tensors = tuple(value for value in given if isinstance(value, torch.Tensor))
+        rest = tuple(None if isinstance(value, torch.Tensor) else value for value in given)
+        structure = _simple(len(positional), tuple(named), kinds, rest)
+        return Call(tensors, structure, Autocast.current())
     parts = Parts(look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
@@ -289,6 +298,14 @@ def _strange(structure: Structure) -> str:
     """The class of a leaf that a trace cannot hold; empty if there is none."""
     rows = (type(leaf).__name__ for leaf in structure.constants if not is_plain(leaf))
     return next(rows, "")
+
+
+@functools.lru_cache(maxsize=256)
+def _simple(n: int, names: tuple[str, ...], kinds: tuple[type, ...], rest: tuple[Any, ...]) -> Any:
+    """The structure of such arguments, of which n have no name; None is in the tensors' places."""
+    rows = zip(kinds, rest, strict=True)
+    values = [torch.empty(0) if kind is torch.Tensor else value for kind, value in rows]
+    return Parts().arguments(tuple(values[:n]), dict(zip(names, values[n:], strict=True)))
 
 
 _Order = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]

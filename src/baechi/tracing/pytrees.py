@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from types import EllipsisType, NoneType
 from typing import Any, Final, final
 
@@ -178,12 +179,12 @@ class Structure:
         """The number of tensors that `fill` takes."""
         return sum(isinstance(leaf, _Slot) for leaf in self._flat())
 
-    @property
+    @cached_property
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are no tensors, with None in the tensors' places."""
         return tuple(None if isinstance(leaf, _Slot) else leaf for leaf in self._flat())
 
-    @property
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """The places of `constants` that are constants."""
         return tuple(i for i, leaf in enumerate(self._flat()) if not isinstance(leaf, _Slot))
@@ -207,7 +208,7 @@ class Structure:
         )
         return Structure(leaves, self.spec)
 
-    @property
+    @cached_property
     def form(self) -> tuple[Any, ...]:
         """Equal for what is nested in the same way, in objects of the same classes."""
         inner = (leaf for leaf in self.leaves if isinstance(leaf, _Object))

@@ -1,0 +1,163 @@
+"""What a call of a placed model costs beside the operators, by the number of parameters.
+
+    OMP_NUM_THREADS=1 python3 -m benchmarks.calls
+
+Claim: between the caller and the first kernel, and after the last, there are at most 60 us per
+forward and 100 us per training step for a model of 200 operators and 150 parameters on two logical
+devices, and they do not grow with the number of parameters after the first call.
+
+Microseconds of whole calls without those in which the executor runs the program's tapes, which hand
+over what they made once: the median, and what a twentieth stays below, as on a quiet machine. A
+training step is that of a sum of the output. In it autograd also hands every parameter its
+gradient, as in eager: a node that has them ready shows what that takes (`leaves`), so that what is
+Baechi's in a step is `step` less `leaves`.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from benchmarks.environment import environment
+from torch import nn
+
+import baechi
+from baechi.placers.placer import Placer, in_index_order
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.torch_support.torch_devices import torch_threads
+
+DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+
+
+class Halves(Placer):
+    """The first half of the groups on one device, the second on the other."""
+
+    name = "halves"
+    fixed = True
+
+    def place(self, problem: Problem) -> Placement | None:
+        """A placement by the rule of the class."""
+        n = len(problem.group_ops)
+        return in_index_order(problem, [2 * g // n for g in problem.op_group], self.name)
+
+
+class Operators(nn.Module):
+    """Linear layers, and pointwise operators up to a number of operators in all."""
+
+    def __init__(self, parameters: int, operators: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(parameters // 2))
+        self.pointwise = max(operators - len(self.layers), 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.pointwise / len(self.layers)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            for _ in range(round((i + 1) * share) - round(i * share)):
+                x = torch.tanh(x)
+        return x
+
+
+class Ready(torch.autograd.Function):
+    """A node that has the gradients of all its inputs ready."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+        return torch.zeros(4, 8)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        found, ctx.found = ctx.found, None
+        return found
+
+
+def us(samples: list[float]) -> tuple[float, float]:
+    """The median, and what a twentieth stays below."""
+    return statistics.median(samples) * 1e6, statistics.quantiles(samples, n=20)[0] * 1e6
+
+
+def beside(module: Any, call: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Microseconds of a call beside the tapes, which hand over what they made the first time."""
+    executor = next(iter(module._specializations))._executor
+    run, inside, made = executor.run, [0.0], {}
+
+    def ready(step: Any, phase: int) -> None:
+        began = time.perf_counter()
+        if phase not in made:
+            run(step, phase)
+            made[phase] = list(step.grads if phase else step.results), list(step.flags)
+        found, flags = made[phase]
+        copies = [value if value is None else value.detach().clone() for value in found]
+        step.flags[:] = flags
+        (step.grads if phase else step.results)[:] = copies
+        inside[0] += time.perf_counter() - began
+
+    executor.run = ready
+    samples = []
+    for _ in range(rounds):
+        module.zero_grad()
+        inside[0], began = 0.0, time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - began - inside[0])
+    executor.run = run
+    return us(samples[rounds // 10 :])
+
+
+def leaves(model: nn.Module, rounds: int) -> tuple[float, float]:
+    """Microseconds in which autograd hands all parameters gradients that are ready."""
+    samples = []
+    for _ in range(rounds):
+        model.zero_grad()
+        end = Ready.apply(*model.parameters())
+        began = time.perf_counter()
+        end.sum().backward()
+        samples.append(time.perf_counter() - began)
+    return us(samples)
+
+
+def row(parameters: int, operators: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """What calls of one model cost."""
+    torch.manual_seed(0)
+    model, x = Operators(parameters, operators), torch.randn(4, 8)
+    module: Any = baechi.place(
+        model, DEVICES, placer=Halves(), costs="estimate", progress=False, guard=False
+    )
+
+    def forward() -> None:
+        with torch.no_grad():
+            module(x)
+
+    def step() -> None:
+        module(x).sum().backward()
+
+    for call in (forward, step, step):
+        call()
+    found = {"forward": beside(module, forward, rounds)}
+    found["forward with gradients"] = beside(module, lambda: module(x), rounds)
+    found["step"] = beside(module, step, rounds)
+    found["leaves"] = leaves(model, rounds)
+    module.unplace()
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", default="50,150,600")
+    parser.add_argument("--operators", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=400)
+    options = parser.parse_args()
+    print(environment())
+    with torch_threads(1):
+        for parameters in map(int, options.parameters.split(",")):
+            found = row(parameters, options.operators, options.rounds)
+            cells = (f"{name} {a:.0f} ({b:.0f})" for name, (a, b) in found.items())
+            print(f"{parameters} parameters: " + ", ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
