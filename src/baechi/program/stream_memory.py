@@ -182,7 +182,7 @@ class _Launches:
                 row = phase.lanes[lane][position[lane]]
                 position[lane] += 1
                 if isinstance(row, Run):
-                    for op in self.program.ops_of(phase.segments[row.segment], number > 0):
+                    for op in self.program.ops_of(phase.segments[row.segment]):
                         tick = self._go(op, tick)
                     waited[lane] = False
                 elif isinstance(row, Copy):
