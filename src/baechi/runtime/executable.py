@@ -51,6 +51,8 @@ class Executable:
 
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
+    `batches` is how many micro-batches of the traced shape it runs; `joined` whether the caller has
+    one loss for all of them, or the model returns one for each.
 
     Attributes:
         program: The program to run; proved.
@@ -77,6 +79,8 @@ class Executable:
         cuda_graphs: CudaGraphs = False,
         graph: OpGraph | None = None,
         cluster: Cluster | None = None,
+        batches: int = 1,
+        joined: bool = True,
     ) -> None:
         check_wish(cuda_graphs, places)
         self.traced = traced
@@ -96,6 +100,8 @@ class Executable:
         self.training = structure.is_training
         self._structure = structure
         self._instant = _instant(module, structure)
+        self.batches = batches
+        self.joined = joined or not structure.is_training
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
@@ -126,6 +132,9 @@ class Executable:
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
+        if self.batches > 1 or not self.joined:
+            options |= {"batches": self.batches, "joined": self.joined, "order": self._turns}
+            options |= {"writers": _writers(self.module), "schedule": None}
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
@@ -291,12 +300,16 @@ class Executable:
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape, or one that joined."""
+        return self.results([call], meter)[0]
+
+    def results(self, calls: Sequence[Call], meter: Meter | None = None) -> list[Any]:
+        """The model's own return values for the micro-batches of a call."""
         self._state_guard.check()
-        call = self._carrying(call)
+        calls = [self._carrying(call) for call in calls]
         if not self._observed:
-            return self._called(call, meter)
+            return self._called(calls, meter)
         with observing():
-            result = self._called(call, meter)
+            result = self._called(calls, meter)
         if not self.attributes.hold():
             names = {name for _, name in self.attributes.set_since() & self.module.reads}
             if names:
@@ -307,48 +320,70 @@ class Executable:
             self.attributes = self.attributes.settled()
         return result
 
-    def _called(self, call: Call, meter: Meter | None) -> Any:
+    def _called(self, calls: Sequence[Call], meter: Meter | None) -> list[Any]:
         if self._modes is None or meter is not None:
-            return self._run(self._executor if meter is None else self._counted, call, meter)
+            return self._run(self._executor if meter is None else self._counted, calls, meter)
         differentiate = self.training and torch.is_grad_enabled()
         parameters = tuple(self._executor.bound.parameters)
         hooked = any(gradient_hooks(parameter) for parameter in parameters)
-        mode = mode_of(call, parameters, differentiate), hooked
+        mode = mode_of(calls[0], parameters, differentiate), hooked
         if mode in self._modes:
-            return self._run(self._executor, call, None)
+            return self._run(self._executor, calls, None)
         executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
-            result = self._run(self._alone, call, None)
+            result = self._run(self._alone, calls, None)
         if len(self._modes) >= _MOST_KEPT:
             self._modes.clear()
         self._modes.add(mode)
         return result
 
-    def _run(self, executor: Executor, call: Call, meter: Meter | None) -> Any:
+    def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> list[Any]:
         if not (self.training and torch.is_grad_enabled()):
             executor = self._alone if self._observed and meter is None else executor
             with torch.no_grad():
-                step = Step(False, meter, call.tensors, executor.bound.sizes)
-                executor.run(step, 0)
-            step.write_back()
-            return self._finish(call, step.results)
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):  # type: ignore[no-untyped-call]
+                steps = [Step(False, meter, call.tensors, executor.bound.sizes) for call in calls]
+                executor.run(steps, 0)
+            for step in steps:
+                step.write_back()
+            return [self._finish(*row) for row in zip(calls, (s.results for s in steps), strict=True)]
+        executor, steps = self._begun(executor, calls, meter)
+        trained = [p for p in executor.bound.parameters if p.requires_grad]
+        hooked = self._hooked(trained)
+        for step in steps:
+            step.apart = bool(hooked)
+        plan = Plan(executor, steps, calls, trained, hooked)
+        inputs = [tensor for *_, tensor in plan.graded]
+        seed = torch.empty(0, requires_grad=True)
+        tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        return [self._finish(*row) for row in zip(calls, plan.merge(tokens), strict=True)]
+
+    def _begun(
+        self, executor: Executor, calls: Sequence[Call], meter: Meter | None
+    ) -> tuple[Executor, list[Step]]:
+        """A step with gradients for each micro-batch, and what runs them.
+
+        Raises:
+            ExecutionError: The arguments are such that their gradients would be lost.
+        """
+        tensors = [tensor for call in calls for tensor in call.tensors]
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
             raise ExecutionError(  # it would end at the step's one node, and be lost
                 "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
                 "with gradients passes none on. Call the model under torch.no_grad(), or the "
                 "unsplit one."
             )
         if self._rewritten:
-            name = call.names[self._rewritten[0]]
+            name = calls[0].names[self._rewritten[0]]
             raise ExecutionError(
                 f"forward writes into its argument {name!r} in place, and "
                 "needs the gradient of what it writes: outside of the model there is no graph of "
                 "the new values. Let forward write into a copy (x = x.clone())."
             )
         for index in self._viewed:
-            if call.tensors[index].requires_grad:
+            if calls[0].tensors[index].requires_grad:
+                name = calls[0].names[index]
                 raise ExecutionError(
-                    f"the model returns a view of its argument {call.names[index]!r}, and autograd "
+                    f"the model returns a view of its argument {name!r}, and autograd "
                     "would not know that they share memory, where it needs a gradient. Let forward "
                     "return a copy (x.clone())."
                 )
@@ -361,17 +396,11 @@ class Executable:
         if is_hooked() or self._observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor
-        step = Step(True, meter, call.tensors, executor.bound.sizes)
-        for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
-            step.flags[value] = tensor.requires_grad
-        trained = [p for p in executor.bound.parameters if p.requires_grad]
-        hooked = self._hooked(trained)
-        step.apart = bool(hooked)
-        inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(executor, step, call, trained, hooked)
-        seed = torch.empty(0, requires_grad=True)
-        tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
-        return self._finish(call, plan.merge(tokens))
+        steps = [Step(True, meter, call.tensors, executor.bound.sizes) for call in calls]
+        for step, call in zip(steps, calls, strict=True):
+            for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
+                step.flags[value] = tensor.requires_grad
+        return executor, steps
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
@@ -403,6 +432,17 @@ class Executable:
         result, changes = self._returned_by(call).fill(values, call.objects)
         change(call.objects, changes)
         return result
+
+
+def _writers(module: TracedModule) -> frozenset[int]:
+    """The operators that write into state."""
+    facts = module.facts.nodes
+    nodes = module.graph_module.graph.find_nodes(op="get_attr")
+    state = {value.storage for node in nodes for value in facts[node].values}
+    rows = enumerate(module.nodes)
+    return frozenset(
+        op for op, nodes in rows if any(not state.isdisjoint(facts[node].writes) for node in nodes)
+    )
 
 
 def _rewritten(module: TracedModule) -> list[int]:

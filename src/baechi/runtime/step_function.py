@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
-from baechi.runtime.autograd.binding import BoundResult
-from baechi.runtime.autograd.step import OutputFunction, Step
+from baechi.runtime.autograd.binding import Bound, BoundResult
+from baechi.runtime.autograd.step import OutputFunction, Step, Totals
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
@@ -31,51 +31,62 @@ Executor: TypeAlias = CpuExecutor | CudaExecutor
 @final
 @dataclass(eq=False)
 class Plan:
-    """One differentiable call, between its forward and its backward."""
+    """One differentiable call, between its forward and its backward.
+
+    There is a step, and a part of the call, for each micro-batch.
+    """
 
     executor: Executor
-    step: Step
-    call: Call
+    steps: Sequence[Step]
+    calls: Sequence[Call]
     trained: list[torch.nn.Parameter]
     hooked: frozenset[torch.nn.Parameter]  # whose gradients had hooks when the forward ran
 
     def __post_init__(self) -> None:
         self.spent = False
-        self.graded = [tensor.requires_grad for tensor in self.call.tensors]
-        # The tensors among the results with gradients; of each its result, its number among the
-        # tensors there, and its place in a list.
-        self.outputs: list[tuple[torch.Tensor, BoundResult, int, list[Any], int]] = []
+        # From the last to the first, in which order autograd adds up.
+        self.graded = [
+            (batch, index, tensor)
+            for batch in reversed(range(len(self.calls)))
+            for index, tensor in enumerate(self.calls[batch].tensors)
+            if tensor.requires_grad
+        ]
+        # The tensors among the results with gradients; of each its step, its result, its number
+        # among the tensors there, and its place in a list.
+        self.outputs: list[tuple[torch.Tensor, Step, BoundResult, int, list[Any], int]] = []
         # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
-        self._parts: list[tuple[list[Any], pytree.TreeSpec]] = []  # results, taken apart
+        # The results of each micro-batch, taken apart.
+        self._parts: list[list[tuple[list[Any], pytree.TreeSpec]]] = []
 
     def forward(self) -> None:
         """Run the forward, and take its results apart."""
-        step = self.step
         with torch.enable_grad():
-            self.executor.run(step, 0)
-        step.write_back()
-        for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
-            flag = step.flags[row.value]
-            leaves, spec = pytree.tree_flatten(value)
-            self._parts.append((leaves, spec))
-            tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            for number, i in enumerate(tensors):
-                if flag is True or (flag is not False and flag[number]):
-                    self.outputs.append((leaves[i], row, number, leaves, i))
-                    leaves[i] = None
-        step.slots, step.results, step.inputs = [], [], ()
+            self.executor.run(self.steps, 0)
+        for step in self.steps:
+            step.write_back()
+            self._parts.append([])
+            for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
+                flag = step.flags[row.value]
+                leaves, spec = pytree.tree_flatten(value)
+                self._parts[-1].append((leaves, spec))
+                tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                for number, i in enumerate(tensors):
+                    if flag is True or (flag is not False and flag[number]):
+                        self.outputs.append((leaves[i], step, row, number, leaves, i))
+                        leaves[i] = None
+            step.slots, step.results, step.inputs = [], [], ()
 
-    def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
+    def merge(self, tokens: Sequence[torch.Tensor]) -> list[list[Any]]:
         """The results, with autograd's own tensors, each behind its token, if with gradients."""
         outputs, self.outputs = self.outputs, []
-        for token, (value, row, number, leaves, i) in zip(tokens, outputs, strict=True):
+        for token, (value, step, row, number, leaves, i) in zip(tokens, outputs, strict=True):
             slot, shared = (row.grads[number], row.device), row.sharing[number]
-            leaves[i] = output = OutputFunction.apply(self.step, slot, token, value, shared)  # type: ignore[no-untyped-call]
+            leaves[i] = output = OutputFunction.apply(step, slot, token, value, shared)  # type: ignore[no-untyped-call]
             if row.read:
                 self._partial.append((weakref.ref(output), watch_hooks(output)))
         parts, self._parts = self._parts, []  # the caller alone decides how long results live
-        return [pytree.tree_unflatten(leaves, spec) for leaves, spec in parts]
+        return [[pytree.tree_unflatten(leaves, spec) for leaves, spec in row] for row in parts]
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
         """Gradients of the inputs and the parameters; `keep` leaves the graph for another backward.
@@ -106,28 +117,41 @@ class Plan:
                     "placed.unplace()."
                 )
         self.spent = not keep
-        step, bound = self.step, self.executor.bound
-        step.keep = keep
-        self.executor.run(step, 1)
+        bound = self.executor.bound
+        totals = Totals([None] * len(bound.parameters))
+        for step in self.steps:
+            step.keep = keep
+            step.totals = totals
+        self.executor.run(self.steps, 1)
         result: list[torch.Tensor | None] = []
-        rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
-        for tensor, graded, slots in rows:
-            if graded:
-                total = step.taken(slots)
-                result.append(None if total is None else total.to(tensor.device))
+        for batch, index, tensor in self.graded:
+            total = self.steps[batch].taken(bound.input_grads[index])
+            result.append(None if total is None else total.to(tensor.device))
+        found = sum_up(self.steps[::-1], bound, totals)
         for parameter in self.trained:
-            device, slots = bound.parameters[parameter]
-            with step.counting(device):
-                result.append(step.taken(slots))
+            result.append(found[parameter])
             if result[-1] is None and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
-        self.executor.meet(step)
-        step.grads = [None] * len(step.grads)
+        self.executor.meet(self.steps[0])
+        for step in self.steps:
+            step.totals, step.grads = None, [None] * len(step.grads)
         return result
+
+
+def sum_up(
+    steps: Sequence[Step], bound: Bound, totals: Totals
+) -> dict[torch.nn.Parameter, torch.Tensor | None]:
+    """The gradients of parameters: the totals, and what no tape has added to them, in order."""
+    for number, (device, slots) in enumerate(bound.parameters.values()):
+        for step in steps:
+            with step.counting(device):
+                for slot in slots:
+                    totals.add(number, step.taken((slot,)))
+    return dict(zip(bound.parameters, totals.rows, strict=True))
 
 
 class StepFunction(torch.autograd.Function):

@@ -24,6 +24,37 @@ Edges = list[GradientEdge | None]
 
 
 @final
+class Totals:
+    """Gradients of parameters, by number, added up over the micro-batches of a step.
+
+    Args:
+        begun: What is there before, such as the parameter's `.grad`, which is added to in place.
+    """
+
+    def __init__(self, begun: Sequence[torch.Tensor | None]) -> None:
+        self.rows = list(begun)
+        self._owned = [total is not None for total in begun]  # else others may hold it
+
+    def add(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Add one more; as autograd adds to `.grad`."""
+        if gradient is None:
+            return
+        total = self.rows[number]
+        with torch.no_grad():
+            if total is None:
+                self.rows[number] = gradient
+                return
+            gradient = gradient.to(total.device)
+            if total.layout is not torch.strided:
+                self.rows[number] = gradient + total
+            elif self._owned[number]:
+                total.add_(gradient)
+            else:
+                self.rows[number] = total + gradient
+        self._owned[number] = True
+
+
+@final
 @dataclass(frozen=True)
 class Sizes:
     """The lengths of a step's lists."""
@@ -77,7 +108,7 @@ class Record:
 
 @final
 class Step:
-    """One call of a placed model.
+    """One call of a placed model, or one micro-batch of it.
 
     Args:
         differentiate: Whether to record what backward needs.
@@ -113,6 +144,7 @@ class Step:
         self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases
+        self.totals: Totals | None = None  # of all micro-batches, where tapes add to them
 
     def counting(self, device: int) -> AbstractContextManager[None]:
         """Count what is made inside; autograd takes the mode along to the thread of a GPU."""

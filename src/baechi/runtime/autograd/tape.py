@@ -82,6 +82,8 @@ class TapeCode:
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     # (slot of the sum, slot) of what is added up after its backward, in this order.
     sums: tuple[tuple[int, int], ...]
+    # (number of the parameter, slot) of what is then added to the totals over all micro-batches.
+    totals: tuple[tuple[int, int], ...]
     recomputation: Recomputation | None  # if it is checkpointed
     # Slots that nobody reads after its forward; their values live until the code is done with them.
     last: tuple[int, ...] = ()
@@ -275,6 +277,8 @@ class TapeCode:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
         for total, slot in self.sums:
             step.grads[total] = step.taken((total, slot))
+        for number, slot in self.totals if step.totals is not None else ():
+            step.totals.add(number, step.taken((slot,)))
 
     def differentiate(self, step: Step) -> None:
         """The backward of this tape alone, without the gradients that other tapes have made.
