@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
-from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
+from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
     Copy,
