@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias, final
 
-from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
+from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
     Copy,

@@ -1,0 +1,329 @@
+"""Micro-batches: copies of the graph of one micro-batch, and the segments that take turns.
+
+A step of M micro-batches is M copies of the graph. Copies of an op share a device and their state:
+
+    batch 0    F ──► loss ──► B          a zero-byte edge from each copy of an op with state to the
+               ┊              ┊          next one keeps its updates in the order of the batches
+    batch 1    F ──► loss ──► B
+
+- Persistent bytes are there once. Late bytes, the gradients of parameters, are allocated by the
+  first copy; another copy's are held beside them until they are added: to the end of the op, or of
+  the segment that has it.
+- Index order is batch-major: a scheduler that breaks ties by index prefers the lower batch, and in
+  it what comes first. With one loss for all batches (`joined`), all forward ops come before it, and
+  backward ops after it from the last batch to the first, as autograd goes through a concatenation.
+
+A *turn* is a segment with a batch. `Turns` are the turns of a placed graph as a graph of their own:
+a turn is an op, on the one device that it may use.
+
+Copies of an op in another order than that of the batches, or of turns, would gain nothing: if the
+k-th to run of every op is called batch k, no op waits longer, and no tensor lives longer.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi.errors import InputError
+from baechi.problem.coarsening import Coarse, graph_of
+from baechi.problem.cutting import Cutter, Piece
+from baechi.problem.problem_arrays import ArrayGraph, Problem
+from baechi.records.cluster import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.graph_arrays import GraphArrays
+from baechi.records.placement import Placement
+from baechi.validation import check_positive
+
+# Op a, op b and a number of batches: b of batch i + number waits for a of batch i.
+Link = tuple[int, int, int]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """The copies of a graph, as columns.
+
+    Attributes:
+        one: The graph of one micro-batch, in its explicit form.
+        late: True for the tensors that are late bytes.
+        microbatches: The number of copies.
+        joined: The op of which there is one for all batches: the loss; -1 if there is none.
+        links: Order of copies beside that of the tensors.
+        until: For every op, the op with which its late bytes have been added to the first copy's.
+    """
+
+    one: GraphArrays
+    late: NDArray[np.bool_]
+    microbatches: int
+    joined: int = -1
+    links: tuple[Link, ...] = ()
+    until: NDArray[np.int32] | None = None
+
+    @cached_property
+    def position(self) -> NDArray[np.int32]:
+        """The op that is the copy of an op (column) in a batch (row)."""
+        n, loss = self.one.ops, self.joined
+        batch = np.arange(self.microbatches, dtype=np.int32)[:, None]
+        op = np.arange(n, dtype=np.int32)
+        if loss < 0:
+            return batch * n + op
+        after = self.microbatches * loss - loss + (self.microbatches - 1 - batch) * (n - loss - 1)
+        rows = np.where(op < loss, batch * loss + op, after + op)
+        rows[:, loss] = self.microbatches * loss
+        return rows.astype(np.int32)
+
+    @cached_property
+    def arrays(self) -> GraphArrays:
+        """The columns of all copies, and of a tensor without bytes for every link."""
+        one, where = self.one, self.position
+        size = int(where.max(initial=-1)) + 1
+        # The copy that allocates late bytes, and the tensors that others hold for themselves.
+        first = self.microbatches - 1 if self.joined >= 0 else 0
+        until = np.arange(one.ops, dtype=np.int32) if self.until is None else self.until
+        held = np.flatnonzero(self.late & (until[one.producer] != one.producer))
+        added = self.late.copy()
+        added[held] = False
+        counts = np.diff(one.consumer_begin)
+        more = counts + np.isin(np.arange(one.tensors), held)
+        readers = np.insert(one.consumers, one.consumer_begin[held], until[one.producer[held]])
+        workspace = one.workspace.copy()
+        np.add.at(workspace, one.producer[added], one.nbytes[added])
+        copies = [
+            (one.nbytes, one.kept, counts, one.consumers, one.workspace)
+            if batch == first
+            else (one.nbytes * ~added, one.kept * ~self.late, more, readers, workspace)
+            for batch in range(self.microbatches)
+        ]
+        pairs = [
+            (where[batch, op], where[batch + lag, other])
+            for op, other, lag in self.links
+            for batch in range(self.microbatches)
+            if 0 <= batch + lag < self.microbatches
+        ]
+        makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
+        none = np.zeros(len(pairs), np.int64)
+        sizes = np.concatenate([*(row[2] for row in copies), none + 1])
+
+        def summed(rows: Sequence[NDArray[np.int64]] | NDArray[np.int64]) -> NDArray[np.int64]:
+            total = np.zeros(size, np.int64)
+            # Not left to `add.at`: NumPy 2.4 reads beyond a row that it would have to repeat.
+            np.add.at(total, where, np.broadcast_to(rows, where.shape))
+            return total
+
+        persistent, group = np.zeros(size, np.int64), np.zeros(size, np.int32)
+        persistent[where[0]] = one.persistent
+        group[where] = one.op_group
+        return GraphArrays(
+            times=summed(one.times),
+            kind_times={kind: summed(row) for kind, row in one.kind_times.items()},
+            persistent=persistent,
+            workspace=summed([row[4] for row in copies]),
+            launch=summed(one.launch),
+            op_group=group,
+            producer=np.concatenate([where[:, one.producer].reshape(-1), makers]),
+            nbytes=np.concatenate([*(row[0] for row in copies), none]),
+            kept=np.concatenate([*(row[1] for row in copies), none]).astype(np.uint8),
+            consumer_begin=np.concatenate([none[:0], [0], np.cumsum(sizes)]).astype(np.int64),
+            consumers=np.concatenate(
+                [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
+            ),
+        )
+
+    def problem(self, one: Problem, allowed: NDArray[np.bool_] | None = None) -> Problem:
+        """The copies on the cluster of a problem of one micro-batch, under its constraints.
+
+        `allowed` are the devices of every group; by default those that the problem allows it.
+        """
+        asked = f"{one.source.digest} {self.microbatches} {self.joined} {self.links}"
+        until = b"" if self.until is None else self.until.tobytes()
+        digest = hashlib.sha256(asked.encode() + until).hexdigest()
+        source = ArrayGraph(self.arrays, digest, lambda: self.graph(one.graph))
+        if allowed is None:
+            allowed = one.allowed
+        elif one.constraints is None:
+            return Problem(source, one.cluster, Constraints(), allowed)
+        return Problem(source, one.cluster, one.constraints, allowed)
+
+    def graph(self, one: OpGraph) -> OpGraph:
+        """The copies as values: the first has the names of `one`, copy i of an op `name@i`."""
+        size = len(self.arrays.times)
+        names, groups = [""] * size, [""] * size
+        for op, row in enumerate(one.ops):
+            group = row.group
+            if group is None:
+                group = f"{row.name}@"
+                while group in one.groups:
+                    group += "@"
+            for batch, at in enumerate(self.position[:, op].tolist()):
+                names[at] = names[at] or (f"{row.name}@{batch}" if batch else row.name)
+                groups[at] = group
+        return graph_of(self.arrays, names, groups)
+
+
+def unrolled(
+    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+) -> Unrolled:
+    """The copies of a graph as columns; the arguments are those of `unroll`."""
+    loss = graph.n_forward if joined and graph.is_training else -1
+    one = graph.explicit.arrays
+    late = np.arange(one.tensors) >= len(graph.tensors)
+    state = one.group_persistent > 0
+    state[one.op_group[one.producer[late]]] = True
+    ops = np.flatnonzero(state[one.op_group]).tolist()
+    links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in ops if op != loss)
+    ends = None if until is None else np.array(until, np.int32)
+    return Unrolled(one, late, microbatches, loss, links, ends)
+
+
+def unroll(
+    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+) -> OpGraph:
+    """The graph of a step of several micro-batches.
+
+    Args:
+        graph: The graph of one micro-batch.
+        microbatches: Their number.
+        joined: Whether there is one loss for all of them, if the graph trains, in place of one for
+            each.
+        until: For every op, the op with which its late bytes have been added to those of the other
+            batches; the op itself by default.
+
+    Raises:
+        InputError: The number is not positive, or an op is named like a copy of another.
+    """
+    check_positive(microbatches, "microbatches")
+    return unrolled(graph, microbatches, joined=joined, until=until).graph(graph.explicit)
+
+
+def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The ops of every segment of a placed graph: those of the forward, the loss, the others.
+
+    A segment ends where an output must leave and begins where an input arrives (`cutting`).
+    """
+    n, instant = graph.n_forward, {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
+    phases = ([op for op in placement.order if op < n], [op for op in placement.order if op > n])
+    forward, backward = (
+        tuple(
+            event.ops
+            for event in Cutter(graph, placement.devices, ops, False, None, instant).cut()
+            if isinstance(event, Piece)
+        )
+        for ops in phases
+    )
+    return (*forward, *(((n,),) if graph.is_training else ()), *backward)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The turns of a placed graph.
+
+    Attributes:
+        graph: The graph of one micro-batch.
+        problem: The same with its cluster and constraints.
+        devices: The device of every op.
+        segments: The ops of every segment, in their order.
+        microbatches: Their number.
+        joined: Whether there is one loss for all batches.
+        overhead_ns: Added to the turns of segments that take time.
+    """
+
+    graph: OpGraph
+    problem: Problem
+    devices: tuple[int, ...]
+    segments: tuple[tuple[int, ...], ...]
+    microbatches: int
+    joined: bool = False
+    overhead_ns: int = 0
+
+    def __post_init__(self) -> None:
+        listed = sorted(chain.from_iterable(self.segments))
+        if listed != list(range(len(self.graph.ops))) or not all(self.segments):
+            raise InputError("segments must have every op of the graph once, and none be empty.")
+        parted = [row for row in self.segments if len({self.devices[op] for op in row}) > 1]
+        if parted:
+            names = [self.graph.ops[op].name for op in parted[0]]
+            raise InputError(f"a segment is on one device, but {names} are on several.")
+        makers, readers = self.problem.arrays.edges()
+        if (self._part_of[makers] > self._part_of[readers]).any():
+            raise InputError("segments must be in topological order: one reads what a later makes.")
+        if self._loss >= 0 and len(self.segments[self._loss]) > 1:
+            raise InputError("a loss that is joined must be alone in its segment.")
+
+    @cached_property
+    def _part_of(self) -> NDArray[np.int32]:
+        part_of = np.empty(len(self.graph.ops), np.int32)
+        for index, row in enumerate(self.segments):
+            part_of[list(row)] = index
+        return part_of
+
+    @property
+    def _loss(self) -> int:
+        """The segment of a loss that is joined, or -1."""
+        joined = self.joined and self.graph.is_training
+        return int(self._part_of[self.graph.n_forward]) if joined else -1
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The device of every segment."""
+        return tuple(self.devices[row[0]] for row in self.segments)
+
+    @cached_property
+    def ops(self) -> tuple[Unrolled, Problem]:
+        """The copies of the graph, in which gradients are added at the end of their segment."""
+        until = np.empty(len(self.graph.ops), np.int32)
+        for row in self.segments:
+            until[list(row)] = row[-1]
+        copies = unrolled(self.graph, self.microbatches, joined=self.joined, until=until.tolist())
+        copies = replace(copies, links=self._in_turn([row[0] for row in self.segments]))
+        return copies, copies.problem(self.problem, self._pinned(self.problem.arrays, self.devices))
+
+    def _in_turn(self, first: Sequence[int]) -> tuple[Link, ...]:
+        """Links that keep the turns of a segment in order, given an op of each."""
+        loss = self._loss
+        rows = enumerate(first)
+        return tuple((op, op, -1 if 0 <= loss < at else 1) for at, op in rows if at != loss)
+
+    def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
+        """True for the device of every group."""
+        allowed = np.zeros((len(self.problem.cluster.devices), arrays.groups), np.bool_)
+        allowed[list(devices), arrays.op_group] = True
+        return allowed
+
+    @cached_property
+    def _segment_graph(self) -> tuple[GraphArrays, NDArray[np.bool_]]:
+        """The segments of one micro-batch as ops, and which of their tensors are late bytes."""
+        first = [self.homes.index(device) for device in self.homes]
+        coarse = Coarse(self.problem, self._part_of, np.array(first, np.int32))
+        arrays, over = coarse.arrays, self.overhead_ns
+        if over:
+            kinds = {kind: row + over * (row > 0) for kind, row in arrays.kind_times.items()}
+            times = arrays.times + over * (arrays.times > 0)
+            arrays = replace(arrays, times=times, kind_times=kinds)
+        return arrays, coarse.tensors >= len(self.graph.tensors)
+
+    def capped(self, most: int = 0) -> tuple[Unrolled, Problem]:
+        """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
+
+        A batch is in flight on a device from its first segment there to its last.
+        """
+        arrays, late = self._segment_graph
+        rows = range(len(self.segments))
+        links = self._in_turn(rows)
+        if most:
+            on = [[row for row in rows if self.homes[row] == home] for home in set(self.homes)]
+            links += tuple((own[-1], own[0], most) for own in on)
+        copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
+        return copies, copies.problem(self.problem, self._pinned(arrays, self.homes))
+
+    def launches(self, turns: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
+        """The copies of all ops, in an order of the turns."""
+        where = self.ops[0].position
+        rows = [where[batch, list(self.segments[segment])] for segment, batch in turns]
+        return np.concatenate([np.empty(0, np.int32), *rows]).astype(np.int32)
