@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import fx
 from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError
-from baechi.program.compilation import compile_program, instant_ops
+from baechi.placers.turn_orders import Rhythm, ordered_turns
+from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
@@ -93,6 +94,7 @@ class Executable:
         self.admission: Admission | None = None
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
+        self.rhythm: Rhythm | None = None
         self.comparison = ""
         self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
@@ -128,16 +130,27 @@ class Executable:
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
-        self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
+        self.observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
         if self.batches > 1 or not self.joined:
-            options |= {"batches": self.batches, "joined": self.joined, "order": self._turns}
-            options |= {"writers": _writers(self.module), "schedule": None}
+            known = self.graph is not None and self.cluster is not None
+            options |= {"batches": self.batches, "joined": self.joined, "schedule": None}
+            options |= {"writers": _writers(self.module), "order": self._turns if known else None}
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
+
+    def _turns(self, segments: Sequence[Sequence[int]]) -> Turns:
+        """The turns of the micro-batches in order, by the clock."""
+        graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
+        self.rhythm = ordered_turns(
+            *(graph, cluster, self.placement, self.batches),
+            segments=segments,
+            joined=self.joined and self.training,
+        )
+        return self.rhythm.turns
 
     def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
         """Workers on CPUs, streams where a device is a GPU."""
@@ -306,7 +319,7 @@ class Executable:
         """The model's own return values for the micro-batches of a call."""
         self._state_guard.check()
         calls = [self._carrying(call) for call in calls]
-        if not self._observed:
+        if not self.observed:
             return self._called(calls, meter)
         with observing():
             result = self._called(calls, meter)
@@ -339,7 +352,7 @@ class Executable:
 
     def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> list[Any]:
         if not (self.training and torch.is_grad_enabled()):
-            executor = self._alone if self._observed and meter is None else executor
+            executor = self._alone if self.observed and meter is None else executor
             with torch.no_grad():
                 steps = [Step(False, meter, call.tensors, executor.bound.sizes) for call in calls]
                 executor.run(steps, 0)
@@ -356,6 +369,13 @@ class Executable:
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         return [self._finish(*row) for row in zip(calls, plan.merge(tokens), strict=True)]
+
+    def begun(
+        self, calls: Sequence[Call], meter: Meter | None
+    ) -> tuple[Executor, list[Step]]:
+        """A step with gradients for each micro-batch, and what runs them."""
+        self._state_guard.check()
+        return self._begun(self._executor if meter is None else self._counted, calls, meter)
 
     def _begun(
         self, executor: Executor, calls: Sequence[Call], meter: Meter | None
@@ -393,7 +413,7 @@ class Executable:
                 "which would run it again for every segment. Call it outside, and let the "
                 "placement recompute: baechi.place(model, devices, checkpoint=...)."
             )
-        if is_hooked() or self._observed:
+        if is_hooked() or self.observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor
         steps = [Step(True, meter, call.tensors, executor.bound.sizes) for call in calls]
@@ -436,12 +456,15 @@ class Executable:
 
 def _writers(module: TracedModule) -> frozenset[int]:
     """The operators that write into state."""
-    facts = module.facts.nodes
-    nodes = module.graph_module.graph.find_nodes(op="get_attr")
-    state = {value.storage for node in nodes for value in facts[node].values}
-    rows = enumerate(module.nodes)
+    facts, graph = module.facts.nodes, module.graph_module.graph
+    state = {v.storage for node in graph.find_nodes(op="get_attr") for v in facts[node].values}
+    leaves = opaque_leaves(module.graph_module, graph.nodes)
+    writing = {name for name, leaf in leaves.items() if list(leaf.buffers())}
     return frozenset(
-        op for op, nodes in rows if any(not state.isdisjoint(facts[node].writes) for node in nodes)
+        op
+        for op, nodes in enumerate(module.nodes)
+        for node in nodes
+        if str(node.target) in writing or not state.isdisjoint(facts[node].writes)
     )
 
 

@@ -129,7 +129,7 @@ class Gradients:
     def read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
         """Values from outside with gradients; not those that are written, which must stay one.
 
-        Parameters with three readers in several tapes are among them: of two the order is free.
+        Parameters are among them where the order of adding up matters.
         """
         inside = set(nodes)
         written = {storage for node in nodes for storage in self._facts[node].writes}
@@ -145,8 +145,14 @@ class Gradients:
         )
 
     def _is_spread(self, node: fx.Node) -> bool:
-        """True if a parameter has three readers or more, in several tapes."""
-        users = self._readers[id(self._layout.attribute(node))]
+        """True if the order matters in which gradients of a parameter's readers are added.
+
+        That is with three readers in several tapes; or with two, and several micro-batches whose
+        gradients autograd adds up one by one.
+        """
+        users, program = self._readers[id(self._layout.attribute(node))], self._layout.program
+        if program.batches > 1 and len(program.phases) > 1:
+            return len(users) > 1
         return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
 
     def exits(
