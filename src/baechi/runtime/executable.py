@@ -7,9 +7,8 @@ from typing import Any, Final, cast, final
 
 import torch
 from torch import fx
-from torch.autograd import forward_ad
 
-from baechi.errors import ExecutionError
+from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
@@ -26,13 +25,14 @@ from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.parameter_devices import devices_of_state
-from baechi.runtime.runtime_checks import SharingGuard, StateGuard
+from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
-from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
+from baechi.torch_support.torch_internals import gradient_hooks, is_hooked
 from baechi.traced.traced_model import Traced
+from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.family_traces import same_beyond
 from baechi.tracing.guards import truth_values_of
@@ -53,7 +53,8 @@ class Executable:
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
     `batches` is how many micro-batches of the traced shape it runs; `joined` whether the caller has
-    one loss for all of them, or the model returns one for each.
+    one loss for all of them, or the model returns one for each; `dimensions` those along which
+    outputs of micro-batches are put together.
 
     Attributes:
         program: The program to run; proved.
@@ -82,6 +83,7 @@ class Executable:
         cluster: Cluster | None = None,
         batches: int = 1,
         joined: bool = True,
+        dimensions: BatchDimensions | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
         self.traced = traced
@@ -103,6 +105,7 @@ class Executable:
         self._structure = structure
         self._instant = _instant(module, structure)
         self.batches = batches
+        self.dimensions = dimensions
         self.joined = joined or not structure.is_training
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
@@ -124,8 +127,7 @@ class Executable:
         self._returned: Any = nodes.output_node().args[0]
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing_guard = SharingGuard(module)
-        self._rewritten = _rewritten(module)
-        self._viewed = _viewed(module)
+        self._gradient_guard = GradientGuard(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
@@ -307,18 +309,18 @@ class Executable:
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
         rows += tuple(text for text in (self.note, self.comparison) if text)
+        rows += () if self.dimensions is None else self.dimensions.remarks
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
 
-    def __call__(self, call: Call, meter: Meter | None = None) -> Any:
-        """The model's own return value for a call of the traced shape, or one that joined."""
-        return self.results([call], meter)[0]
+    def __call__(self, call: Call | Sequence[Call], meter: Meter | None = None) -> Any:
+        """The model's own return value for a call of the traced shape, or one that joined.
 
-    def results(self, calls: Sequence[Call], meter: Meter | None = None) -> list[Any]:
-        """The model's own return values for the micro-batches of a call."""
+        Of micro-batches the one that they make together.
+        """
         self._state_guard.check()
-        calls = [self._carrying(call) for call in calls]
+        calls = [self._carrying(each) for each in ([call] if isinstance(call, Call) else call)]
         if not self.observed:
             return self._called(calls, meter)
         with observing():
@@ -333,7 +335,7 @@ class Executable:
             self.attributes = self.attributes.settled()
         return result
 
-    def _called(self, calls: Sequence[Call], meter: Meter | None) -> list[Any]:
+    def _called(self, calls: Sequence[Call], meter: Meter | None) -> Any:
         if self._modes is None or meter is not None:
             return self._run(self._executor if meter is None else self._counted, calls, meter)
         differentiate = self.training and torch.is_grad_enabled()
@@ -350,7 +352,7 @@ class Executable:
         self._modes.add(mode)
         return result
 
-    def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> list[Any]:
+    def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             executor = self._alone if self.observed and meter is None else executor
             with torch.no_grad():
@@ -358,7 +360,7 @@ class Executable:
                 executor.run(steps, 0)
             for step in steps:
                 step.write_back()
-            return [self._finish(*row) for row in zip(calls, (s.results for s in steps), strict=True)]
+            return self._finish(calls, [step.results for step in steps])
         executor, steps = self._begun(executor, calls, meter)
         trained = [p for p in executor.bound.parameters if p.requires_grad]
         hooked = self._hooked(trained)
@@ -368,12 +370,21 @@ class Executable:
         inputs = [tensor for *_, tensor in plan.graded]
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
-        return [self._finish(*row) for row in zip(calls, plan.merge(tokens), strict=True)]
+        return self._finish(calls, plan.merge(tokens))
 
     def begun(
         self, calls: Sequence[Call], meter: Meter | None
     ) -> tuple[Executor, list[Step]]:
-        """A step with gradients for each micro-batch, and what runs them."""
+        """A step with gradients for each micro-batch, and what runs them.
+
+        Raises:
+            InputError: Tapes are compiled or are CUDA graphs, which have no phase that goes both ways.
+        """
+        if self._modes is not None or self.graphs is not None:
+            raise InputError(
+                "step() does not go with compile= or cuda_graphs=. Place without them; or call the "
+                "placed model, and go backward from a loss of your own."
+            )
         self._state_guard.check()
         return self._begun(self._executor if meter is None else self._counted, calls, meter)
 
@@ -385,34 +396,7 @@ class Executable:
         Raises:
             ExecutionError: The arguments are such that their gradients would be lost.
         """
-        tensors = [tensor for call in calls for tensor in call.tensors]
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
-            raise ExecutionError(  # it would end at the step's one node, and be lost
-                "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
-                "with gradients passes none on. Call the model under torch.no_grad(), or the "
-                "unsplit one."
-            )
-        if self._rewritten:
-            name = calls[0].names[self._rewritten[0]]
-            raise ExecutionError(
-                f"forward writes into its argument {name!r} in place, and "
-                "needs the gradient of what it writes: outside of the model there is no graph of "
-                "the new values. Let forward write into a copy (x = x.clone())."
-            )
-        for index in self._viewed:
-            if calls[0].tensors[index].requires_grad:
-                name = calls[0].names[index]
-                raise ExecutionError(
-                    f"the model returns a view of its argument {name!r}, and autograd "
-                    "would not know that they share memory, where it needs a gradient. Let forward "
-                    "return a copy (x.clone())."
-                )
-        if is_checkpointed():
-            raise ExecutionError(
-                "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
-                "which would run it again for every segment. Call it outside, and let the "
-                "placement recompute: baechi.place(model, devices, checkpoint=...)."
-            )
+        self._gradient_guard.check(calls)
         if is_hooked() or self.observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor
@@ -434,11 +418,31 @@ class Executable:
             )
         return hooked
 
-    def _finish(self, call: Call, results: Sequence[Any]) -> Any:
+    def _finish(self, calls: Sequence[Call], results: Sequence[Sequence[Any]]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object.
 
         Objects among the arguments are left as forward leaves them.
+
+        Raises:
+            ExecutionError: Forward changes an object among the arguments of micro-batches.
         """
+        call = calls[0]
+        values = self._values(call, results[0])
+        if len(calls) > 1 and self.dimensions is not None:
+            parts = list(zip(*map(self._values, calls, results), strict=True))
+            dims = zip(parts, self.dimensions.outputs, strict=True)
+            values = [row[0] if dim is None else torch.cat(row, dim) for row, dim in dims]
+        result, changes = self._returned_by(call).fill(values, call.objects)
+        if changes and len(calls) > 1:
+            raise ExecutionError(
+                "forward changes a list, dict or object among its arguments, such as a cache, "
+                "which micro-batches do not share. Call it without, or give microbatches=None."
+            )
+        change(call.objects, changes)
+        return result
+
+    def _values(self, call: Call, results: Sequence[Any]) -> list[Any]:
+        """What the caller gets of one micro-batch, as a flat list."""
         values: list[Any] = []
         for node in self._returned:
             if not isinstance(node, fx.Node):
@@ -449,9 +453,7 @@ class Executable:
                 values.append(attribute(self.module.graph_module, str(node.target)))
             else:
                 values.append(results[self._numbers[node]])
-        result, changes = self._returned_by(call).fill(values, call.objects)
-        change(call.objects, changes)
-        return result
+        return values
 
 
 def _writers(module: TracedModule) -> frozenset[int]:
@@ -466,34 +468,6 @@ def _writers(module: TracedModule) -> frozenset[int]:
         for node in nodes
         if str(node.target) in writing or not state.isdisjoint(facts[node].writes)
     )
-
-
-def _rewritten(module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, that forward writes into with a gradient."""
-    facts = module.facts.nodes
-    storages = {
-        value.storage
-        for node, fact in facts.items()
-        if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
-        for value in fact.values
-        if value.requires_grad and value.storage in fact.writes
-    }
-    return _arguments_in(storages, module)
-
-
-def _viewed(module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, of which a result with a gradient is a view."""
-    facts, written = module.facts.nodes, module.facts.written
-    results = module.graph_module.graph.output_node().all_input_nodes
-    made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
-    seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
-    return _arguments_in(seen, module)
-
-
-def _arguments_in(storages: set[int], module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, that are in some storages."""
-    facts, given = module.facts.nodes, module.graph_module.graph.find_nodes(op="placeholder")
-    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
