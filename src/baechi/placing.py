@@ -312,7 +312,7 @@ class _Planner:
                 self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
             special = self._executable(
-                *(traced, graph, placement), batches=batches, joined=not loss, dimensions=dims
+                *(traced, graph, placement), batches=batches, own_loss=loss, dimensions=dims
             )
             special = self._guarded(special, homes)
             placement = special.placement
@@ -339,7 +339,7 @@ class _Planner:
             *(self.threads, self.compile, self.cuda_graphs),
             **microbatches,
         )
-        plain = special.joined and special.batches == 1 and not self.needs_runtime
+        plain = special.batches == 1 and not special.own_loss and not self.needs_runtime
         if plain and len(set(placement.devices)) == 1:
             peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
             if not overflows(Schedule((), (), peaks), self.cluster, self.constraints):
@@ -350,7 +350,7 @@ class _Planner:
     def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
         """What is faster by measurement: a split, or all on the best device, where that fits."""
         traced, graph = split.traced, cast(OpGraph, split.graph)
-        cut = split.batches > 1 or not split.joined
+        cut = split.batches > 1 or split.own_loss
         if not self.guard or self.checkpoint or cut or len(set(split.placement.devices)) == 1:
             return split
         constraints = pinned(traced, self.cluster, homes, self.constraints)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Final, TypeAlias, final
 
 from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
@@ -86,7 +86,16 @@ def compile_program(
             topological.
     """
     structure.check_placement(placement.devices, placement.order)
-    options = (copy_lanes, one_thread, frozenset(in_turn), schedule, batches, joined, writers, order)
+    options = (
+        copy_lanes,
+        one_thread,
+        frozenset(in_turn),
+        schedule,
+        batches,
+        joined,
+        writers,
+        order,
+    )
     return _Compiler(structure, placement, instant, *options).program()
 
 
@@ -158,30 +167,11 @@ class _Compiler:
             self._draft(number, set(orders[number]), row, runs[number], tapes)
             for number, row in enumerate(events)
         ]
-        phases = []
-        if self.batches == 1 and self.joined:
-            for draft in drafts:
-                phases.append(self._phase(draft, draft.rows, len(lanes)))
-        else:
-            loss = [(step.n_forward,)] if step.is_training else []
-            ops = [[piece.ops for piece in row] for row in pieces]
-            rows = [*ops[0], *loss, *(ops[1] if loss else ())]
-            turns = list(self.order(rows) if self.order else self._batch_by_batch(len(rows)))
-            n = len(ops[0])
-            halves = [
-                [(piece, batch) for piece, batch in turns if piece < n],
-                [(piece - n - 1, batch) for piece, batch in turns if piece > n],
-            ]
-            if not self.joined and len(drafts) > 1:
-                drafts = [drafts[0].followed_by(drafts[1])]
-                halves = [[(at - (at > n), batch) for at, batch in turns if at != n]]
-            for number, (draft, half) in enumerate(zip(drafts, halves, strict=False)):
-                in_order = self._in_order(draft, half, descending=number > 0)
-                blocks = draft.blocks(self.one_thread)
-                written = [
-                    replace(row, batch=batch) for piece, batch in in_order for row in blocks[piece]
-                ]
-                phases.append(self._phase(draft, written, len(lanes)))
+        ops = [[piece.ops for piece in row] for row in pieces]
+        written = [draft.rows for draft in drafts]
+        if self.batches > 1 or not self.joined:
+            drafts, written = self._unrolled(drafts, ops)
+        phases = map(self._phase, drafts, written, repeat(len(lanes)))
         return Program(
             self.placement.graph_digest,
             tuple(op.name for op in step.ops[: step.n_forward]),
@@ -191,6 +181,28 @@ class _Compiler:
             tuple(phases),
             self.batches,
         )
+
+    def _unrolled(
+        self, drafts: list["_Draft"], ops: Sequence[Sequence[tuple[int, ...]]]
+    ) -> tuple[list["_Draft"], list[list[Copy | Run]]]:
+        """The phases, one where every micro-batch has a loss, and their rows for all of these."""
+        n, trains = len(ops[0]), len(drafts) > 1
+        rows = [*ops[0], *([(self.step.n_forward,), *ops[1]] if trains else ())]
+        turns = list(self.order(rows) if self.order else self._batch_by_batch(len(rows)))
+        forward = [(piece, batch) for piece, batch in turns if piece < n]
+        backward = [(piece - n - 1, batch) for piece, batch in turns if piece > n]
+        parts = [forward, backward]
+        if trains and not self.joined:
+            drafts = [drafts[0].followed_by(drafts[1])]
+            parts = [[(at - (at > n), batch) for at, batch in turns if at != n]]
+        written = []
+        for number, (draft, part) in enumerate(zip(drafts, parts, strict=False)):
+            blocks = draft.blocks(self.one_thread)
+            in_order = self._in_order(draft, part, descending=number > 0)
+            written.append(
+                [replace(row, batch=batch) for piece, batch in in_order for row in blocks[piece]]
+            )
+        return drafts, written
 
     def _batch_by_batch(self, n: int) -> Iterator[tuple[int, int]]:
         for batch in range(self.batches):
@@ -347,8 +359,8 @@ class _Compiler:
         shared: dict[int, int] = {}
         for index, members in enumerate(self.step.groups.values()):
             forward = [op for op in members if op < self.step.n_forward]
-            written = self.batches == 1 or self.writers is None
-            if len(forward) > 1 and (written or not self.writers.isdisjoint(forward)):
+            writers = None if self.batches == 1 else self.writers
+            if len(forward) > 1 and (writers is None or not writers.isdisjoint(forward)):
                 shared.update((op, index) for op in forward)
         return shared
 
@@ -375,7 +387,7 @@ class _Draft:
         )
 
     def blocks(self, at_once: bool) -> list[list[Copy | Run]]:
-        """The instructions of every turn: its run, after the copies of what it is the first to read.
+        """The instructions of every turn: copies of what it is the first to read, then its run.
 
         If `at_once`, before those of what it makes.
         """

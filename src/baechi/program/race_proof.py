@@ -176,17 +176,20 @@ class _Checker:
         for state in segment.updates:
             self._update(at, state)
         for tape in segment.tapes:
-            runs_again = self._program.tapes[tape].again >= 0
-            if not segment.backward:
-                if self._both:
-                    self._write(at, (tape, _LEFT, batch))
-                continue
-            if self._both and (segment.again or not runs_again):
-                self._read(at, (tape, _LEFT, batch))
-            if segment.again:
-                self._write(at, (tape, _GRAPH, batch))
-            elif runs_again:
-                self._read(at, (tape, _GRAPH, batch))
+            self._check_graph(at, segment, tape, batch)
+
+    def _check_graph(self, at: _Event, segment: Segment, tape: int, batch: int) -> None:
+        """Check what the runs of a tape leave for one another besides tensors."""
+        runs_again = self._program.tapes[tape].again >= 0
+        left, graph = (tape, _LEFT, batch), (tape, _GRAPH, batch)
+        if self._both and not segment.backward:
+            self._write(at, left)
+        elif self._both and (segment.again or not runs_again):
+            self._read(at, left)
+        if segment.again:
+            self._write(at, graph)
+        elif segment.backward and runs_again:
+            self._read(at, graph)
 
     def _check_turn(self, at: _Event, row: Run, segment: Segment) -> None:
         """Check that batches come in their order, and the sums of gradients so in theirs.
@@ -287,9 +290,7 @@ class _Checker:
         if done != [len(rows) for rows in lanes]:
             raise InputError("the launch order leaves instructions out.")
 
-    def _object(
-        self, at: _Event, key: _Key, what: str, other: _Event | None = None
-    ) -> NoReturn:
+    def _object(self, at: _Event, key: _Key, what: str, other: _Event | None = None) -> NoReturn:
         where = f": {self._name(other)}" if other else ""
         raise InputError(f"{self._name(at)}: {self._place(key)}: {what}{where}.")
 
@@ -306,4 +307,5 @@ class _Checker:
         return f"{self._raw(at)} ({self._program.describe(self._number, row)})"
 
     def _raw(self, at: _Event) -> str:
-        return f"{self._program.phase_name(self._number)}, {self._program.lane_name(at[0])}, instruction {at[1]}"
+        phase, lane = self._program.phase_name(self._number), self._program.lane_name(at[0])
+        return f"{phase}, {lane}, instruction {at[1]}"

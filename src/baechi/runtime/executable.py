@@ -52,8 +52,8 @@ class Executable:
 
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
-    `batches` is how many micro-batches of the traced shape it runs; `joined` whether the caller has
-    one loss for all of them, or the model returns one for each; `dimensions` those along which
+    `batches` is how many micro-batches of the traced shape it runs; `own_loss` whether the model
+    returns a loss for each, so that a step is one phase; `dimensions` those along which
     outputs of micro-batches are put together.
 
     Attributes:
@@ -82,7 +82,7 @@ class Executable:
         graph: OpGraph | None = None,
         cluster: Cluster | None = None,
         batches: int = 1,
-        joined: bool = True,
+        own_loss: bool = False,
         dimensions: BatchDimensions | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
@@ -106,7 +106,7 @@ class Executable:
         self._instant = _instant(module, structure)
         self.batches = batches
         self.dimensions = dimensions
-        self.joined = joined or not structure.is_training
+        self.own_loss = own_loss
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
@@ -136,9 +136,9 @@ class Executable:
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
-        if self.batches > 1 or not self.joined:
+        if self.batches > 1 or self.own_loss:
             known = self.graph is not None and self.cluster is not None
-            options |= {"batches": self.batches, "joined": self.joined, "schedule": None}
+            options |= {"batches": self.batches, "joined": not self.own_loss, "schedule": None}
             options |= {"writers": _writers(self.module), "order": self._turns if known else None}
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
@@ -150,7 +150,7 @@ class Executable:
         self.rhythm = ordered_turns(
             *(graph, cluster, self.placement, self.batches),
             segments=segments,
-            joined=self.joined and self.training,
+            joined=self.training and not self.own_loss,
         )
         return self.rhythm.turns
 
@@ -372,13 +372,11 @@ class Executable:
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         return self._finish(calls, plan.merge(tokens))
 
-    def begun(
-        self, calls: Sequence[Call], meter: Meter | None
-    ) -> tuple[Executor, list[Step]]:
+    def begun(self, calls: Sequence[Call], meter: Meter | None) -> tuple[Executor, list[Step]]:
         """A step with gradients for each micro-batch, and what runs them.
 
         Raises:
-            InputError: Tapes are compiled or are CUDA graphs, which have no phase that goes both ways.
+            InputError: Tapes are compiled, or CUDA graphs, which have no phase that goes both ways.
         """
         if self._modes is not None or self.graphs is not None:
             raise InputError(

@@ -27,7 +27,6 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.observers import observing
 from baechi.validation import check_is, check_positive
 
-
 TARGETS: Final = "targets"
 # "mean", "sum", or a number for each micro-batch.
 BatchWeights: TypeAlias = str | Sequence[float] | torch.Tensor
@@ -63,7 +62,9 @@ class Microbatches:
             if dim is not None
         }
         if len(set(sizes.values())) != 1:
-            found = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "none has any"
+            found = (
+                ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "none has any"
+            )
             raise InputError(
                 f"the arguments have different numbers of samples: {found}. Name the batch "
                 f"dimension of those that have one, of {', '.join(call.names)}: "
@@ -79,7 +80,7 @@ class Microbatches:
                 f"{divisors}."
             )
         parts = [
-            (tensor,) * self.n if dim is None else tensor.split(size // self.n, dim)
+            (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)
             for tensor, dim in zip(call.tensors, dims, strict=True)
         ]
         return [replace(call, tensors=row, dims=dims) for row in zip(*parts, strict=True)]
@@ -137,7 +138,8 @@ def check_microbatches(
     if batch is not None:
         check_is(batch, Mapping, "batch")  # type: ignore[type-abstract]
         for dim in batch.values():
-            check_is(dim, int | None, "a dimension in batch")
+            if dim is not None:
+                check_is(dim, int, "a dimension in batch")
     return Microbatches(microbatches, batch)
 
 
@@ -238,9 +240,7 @@ def train(
     return total
 
 
-def _own(
-    gradient: torch.Tensor, parameter: torch.nn.Parameter, taken: set[int]
-) -> torch.Tensor:
+def _own(gradient: torch.Tensor, parameter: torch.nn.Parameter, taken: set[int]) -> torch.Tensor:
     """A gradient in memory of its own, laid out as its parameter, as autograd would leave it."""
     if gradient.layout is not torch.strided:
         return gradient.detach()

@@ -321,9 +321,13 @@ class PlacedState:
         """As `PlacedModule.step`."""
         rows = self.microbatches.weights(weights)
         if loss is not None and targets is None:
-            raise InputError("loss= compares the model's result with targets=..., which is missing.")
+            raise InputError(
+                "loss= compares the model's result with targets=..., which is missing."
+            )
         if self._specialize is None:
-            raise InputError("`apply` was given one plan, without a loss; `baechi.place` makes one.")
+            raise InputError(
+                "`apply` was given one plan, without a loss; `baechi.place` makes one."
+            )
         if targets is not None and loss is None:
             kwargs = {**kwargs, TARGETS: targets}  # the model's own argument
         with self.lock, torch.enable_grad():

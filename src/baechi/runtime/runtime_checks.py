@@ -139,7 +139,7 @@ class SharingGuard:
 
 @final
 class GradientGuard:
-    """The arguments that forward writes into, or returns views of, where gradients would be lost."""
+    """The arguments that forward writes into or returns views of, and loses gradients of."""
 
     def __init__(self, module: TracedModule) -> None:
         facts, written = module.facts.nodes, module.facts.written
@@ -167,7 +167,7 @@ class GradientGuard:
             )
         if self._rewritten:
             raise ExecutionError(
-                f"forward writes into its argument {calls[0].names[self._rewritten[0]]!r} in place, "
+                f"forward writes into its argument {calls[0].names[self._rewritten[0]]!r} in place "
                 "and needs the gradient of what it writes: outside of the model there is no graph "
                 "of the new values. Let forward write into a copy (x = x.clone())."
             )

@@ -15,7 +15,7 @@ Complexity: O(nodes + edges), and a trace.
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -24,7 +24,7 @@ from torch import fx, nn
 from baechi.errors import InputError
 from baechi.torch_support.torch_internals import OpOverload
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import NOTHING, Facts
+from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import (
     node_arguments,
@@ -41,21 +41,28 @@ _MIXED: Final = -1  # the "dimension" of a value whose shape grows in another wa
 
 # Operators that couple along the dimensions that an argument names.
 _ALONG: Final = frozenset(
-    "softmax log_softmax _softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort"
-    " argsort topk kthvalue flip roll cat concat gather scatter scatter_add scatter_reduce"
-    " index_select index_add index_copy index_fill glu diff split split_with_sizes chunk"
-    " tensor_split unfold normalize renorm".split()
+    (
+        *("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax"),
+        *("cummin", "logcumsumexp", "sort", "argsort", "topk", "kthvalue", "flip", "roll"),
+        *("cat", "concat", "gather", "scatter", "scatter_add", "scatter_reduce"),
+        *("index_select", "index_add", "index_copy", "index_fill", "glu", "diff", "split"),
+        *("split_with_sizes", "chunk", "tensor_split", "unfold", "normalize", "renorm"),
+    )
 )
 # Those that give sizes or types of their first argument on, and no values.
 _SHAPES: Final = frozenset(
-    "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like sym_size"
-    " size dim numel _shape_as_tensor".split()
+    (
+        *("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like"),
+        *("full_like", "empty_like", "sym_size", "size", "dim", "numel", "_shape_as_tensor"),
+    )
 )
 _BATCH_NORMS: Final = frozenset(
-    "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
-    " _batch_norm_with_update".split()
+    (
+        *("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        *("_native_batch_norm_legit", "_batch_norm_with_update"),
+    )
 )
-_RECURRENT: Final = frozenset("lstm gru rnn_tanh rnn_relu".split())
+_RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 @final
@@ -138,7 +145,9 @@ class _Rows:
     def dimensions(self, *, loss: bool) -> BatchDimensions:
         graph, facts = self._one.graph_module.graph, self._one.facts
         written = facts.written
-        for node, name in zip(graph.find_nodes(op="placeholder"), self._one.call.names, strict=True):
+        for node, name in zip(
+            graph.find_nodes(op="placeholder"), self._one.call.names, strict=True
+        ):
             if any(value.storage in written for value in facts.nodes[node].values):
                 raise InputError(
                     f"forward writes into its argument {name!r}, which micro-batches do not give "
@@ -147,7 +156,7 @@ class _Rows:
         for node in graph.nodes:
             if node.op not in ("placeholder", "get_attr", "output") and node.users:
                 self._visit(node)
-        returned = graph.output_node().args[0]
+        returned: Any = graph.output_node().args[0]
         outputs = [
             self._returned(number, leaf, loss=loss) if isinstance(leaf, fx.Node) else None
             for number, leaf in enumerate(returned)
@@ -162,25 +171,25 @@ class _Rows:
             return
         if given and node.target is not operator.getitem:
             self._check(node)
-        elif given and self._is_indexed(node):
+        elif given and not self._is_item(node):
             self._check_index(node, node.args[0], _listed(node.args[1]))
         dims = self._dims[node]
         if origins:
             self._tainted[node] = origins[0]
             if any(dim is not None for dim in dims):
                 self._refuse(origins[0], f"and {op_and_line(node)} reads that for every sample")
-        elif given and dims and all(dim is None for dim in dims):
-            if node.target is not operator.getitem or self._is_indexed(node):
-                self._tainted[node] = node
+        elif given and dims and all(dim is None for dim in dims) and not self._is_item(node):
+            self._tainted[node] = node
 
     def _batched(self, node: fx.Node) -> bool:
         return any(dim is not None for dim in self._dims[node])
 
-    def _is_indexed(self, node: fx.Node) -> bool:
-        """True if `x[...]` is of a tensor, and no item of several values."""
-        source = node.args[0]
-        structure = self._one.facts.nodes.get(source, NOTHING).structure  # type: ignore[arg-type]
-        return structure is not None and structure.spec.is_leaf()
+    def _is_item(self, node: fx.Node) -> bool:
+        """True if it is one of several values, and not `x[...]` of a tensor."""
+        if node.target is not operator.getitem:
+            return False
+        structure = self._one.facts.nodes[node.all_input_nodes[0]].structure
+        return structure is None or not structure.spec.is_leaf()
 
     def _check(self, node: fx.Node) -> None:
         """Refuse an operator that couples the samples."""
@@ -226,20 +235,10 @@ class _Rows:
                 self._refuse(node, "it couples the samples, along the dimension of the batch")
         elif name in _RECURRENT:
             self._check_recurrent(node, bool(given.get("batch_first", False)))
-        elif name == "slice" and given.get("step", 1) != 1 and given.get("dim", 0) % rank == dim:
-            self._refuse(node, "it takes some of the samples")
-        elif name in ("repeat", "tile"):
-            counts = _listed(given.get("repeats", given.get("dims", ())))
-            if len(counts) >= rank and counts[len(counts) - rank + dim] != 1:
-                self._refuse(node, "it repeats the samples")
         elif name == "index":
             self._check_index(node, source, _listed(given["indices"]))
-        elif name == "embedding":
-            self._refuse(node, "it looks one sample up in another")
-        elif name.startswith(("conv", "_convolution")) and dim != 0:
-            self._refuse(node, "it convolves along the dimension of the batch")
-        elif "scaled_dot_product" in name and dim >= rank - 2:
-            self._refuse(node, "one sample attends to others")
+        elif why := _taking(name, given, dim, rank):
+            self._refuse(node, why)
 
     def _check_recurrent(self, node: fx.Node, batch_first: bool) -> None:
         source = node.all_input_nodes[0]
@@ -329,6 +328,21 @@ def _dimension(one: Shape, two: Shape) -> int | None:
         return None
     (dim, *others) = grown
     return dim if not others and two[dim] == 2 * one[dim] else _MIXED
+
+
+def _taking(name: str, given: Mapping[str, Any], dim: int, rank: int) -> str:
+    """How an operator takes samples together, `dim` being that of the batch; empty if not."""
+    if name == "slice" and given.get("step", 1) != 1 and given.get("dim", 0) % rank == dim:
+        return "it takes some of the samples"
+    if name in ("repeat", "tile"):
+        counts = _listed(given.get("repeats", given.get("dims", ())))
+        return "it repeats the samples" if counts[dim - rank :][:1] not in ([], [1]) else ""
+    if name == "embedding":
+        return "it looks one sample up in another"
+    if name.startswith(("conv", "_convolution")) and dim != 0:
+        return "it convolves along the dimension of the batch"
+    attends = "scaled_dot_product" in name and dim >= rank - 2
+    return "one sample attends to others" if attends else ""
 
 
 def _counts(node: fx.Node) -> bool:

@@ -277,8 +277,10 @@ class TapeCode:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
         for total, slot in self.sums:
             step.grads[total] = step.taken((total, slot))
-        for number, slot in self.totals if step.totals is not None else ():
-            step.totals.add(number, step.taken((slot,)))
+        totals = step.totals
+        if totals is not None:
+            for number, slot in self.totals:
+                totals.add(number, step.taken((slot,)))
 
     def differentiate(self, step: Step) -> None:
         """The backward of this tape alone, without the gradients that other tapes have made.

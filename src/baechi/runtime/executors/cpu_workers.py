@@ -265,7 +265,9 @@ def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[A
                 actions.append((clears.clear, row.batch))
             else:
                 segment = phase.segments[row.segment]
-                run = "recompute" if segment.again else "backward" if segment.backward else "forward"
+                run = (
+                    "recompute" if segment.again else "backward" if segment.backward else "forward"
+                )
                 tapes = (bound.tapes[tape] for tape in segment.tapes)
                 actions += [(getattr(tape, run), row.batch) for tape in tapes]
             if (lane, position) in awaited:
