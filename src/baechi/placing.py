@@ -36,7 +36,7 @@ from baechi.runtime.admission import Admission
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
-from baechi.runtime.microbatches import BatchSpec, LossModule, check_microbatches
+from baechi.runtime.batched_calls import BatchSpec, LossModule, check_microbatches
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState

@@ -23,7 +23,7 @@ from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.derived_class import derive, placed_state, restore
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
-from baechi.runtime.microbatches import BatchWeights
+from baechi.runtime.batched_calls import BatchWeights
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import Specializations

@@ -31,7 +31,7 @@ from baechi.errors import (
 )
 from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.executable import Executable, move
-from baechi.runtime.microbatches import (
+from baechi.runtime.batched_calls import (
     TARGETS,
     BatchWeights,
     LossModule,
