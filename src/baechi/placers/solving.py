@@ -19,6 +19,7 @@ from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
+from baechi.placers.pipelines import pipelined
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
 from baechi.problem.problem_arrays import Problem
@@ -27,7 +28,7 @@ from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.units import format_bytes
-from baechi.validation import INT64_MAX, FrozenDict
+from baechi.validation import INT64_MAX, FrozenDict, check_positive
 
 # Stands for all devices.
 EVERY: Final = -1
@@ -51,6 +52,7 @@ def solve(
     *,
     effort: str | None = None,
     constraints: Constraints | None = None,
+    microbatches: int = 1,
 ) -> Placement:
     """A valid placement of the graph on the cluster: it fits, and its order is topological.
 
@@ -65,6 +67,8 @@ def solve(
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is the effort
             of an `Auto` value, and `"balanced"` for any other placer.
         constraints: Constraints besides memory.
+        microbatches: How many times a step runs the graph, which is that of one micro-batch; the
+            placement then has their turns (`placers/pipelines.py`).
 
     Raises:
         InfeasibleError: No placement was found; the text names the missing memory.
@@ -87,7 +91,23 @@ def solve(
         _explain(problem, placer, effort)
     if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
-    return placement
+    if check_positive(microbatches, "microbatches") == 1:
+        return placement
+    return _pipelined(graph, problem, placement, placer, effort, microbatches)
+
+
+def _pipelined(
+    graph: OpGraph,
+    problem: Problem,
+    placement: Placement,
+    placer: Placer,
+    effort: str,
+    microbatches: int,
+) -> Placement:
+    found = pipelined(graph, problem, placement, placer, effort, microbatches)
+    if found is None:
+        raise InputError("TODO")
+    return found
 
 
 def _warn_of_kinds(graph: OpGraph, cluster: Cluster) -> None:

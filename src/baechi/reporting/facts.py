@@ -8,6 +8,7 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.placers.solving import PLACERS
+from baechi.problem.microbatches import copies_of
 from baechi.problem.simulation import Launch, launches, simulate
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
@@ -49,7 +50,8 @@ class DeviceFacts:
 class Plan:
     """The values of one report, checked to belong together.
 
-    The schedule is `simulate(graph, cluster, placement)`. With the trace a report has the lines of
+    The schedule is `simulate(graph, cluster, placement)`. Where that has several micro-batches, the
+    graph and the placement become those of all of them, and `one` is the plan of one alone. With the trace a report has the lines of
     the model's code, and how it was traced; with a measurement, that beside the prediction.
 
     Raises:
@@ -65,7 +67,7 @@ class Plan:
     measured: Measurement | None = None
 
     def __post_init__(self) -> None:
-        ops, devices = len(self.graph.ops), len(self.cluster.devices)
+        devices = len(self.cluster.devices)
         if self.placement.graph_digest != self.graph.digest:
             raise InputError(
                 f"the placement is of graph {self.placement.graph_digest[:12]}..., but this graph "
@@ -76,6 +78,15 @@ class Plan:
                 f"the placement uses device {max(self.placement.devices)}, but the cluster has "
                 f"{devices} devices, counted from 0; give the cluster that it was solved for."
             )
+        if self.placement.microbatches > 1:
+            alone = replace(self.placement, microbatches=1, turns=())
+            schedule = simulate(self.graph, self.cluster, alone)
+            self.__dict__["one"] = Plan(self.graph, self.cluster, alone, schedule, self.traced)
+            self.__dict__["turns"] = self.placement.turns
+            whole, placement = copies_of(self.graph, self.placement)
+            object.__setattr__(self, "graph", whole)
+            object.__setattr__(self, "placement", placement)
+        ops = len(self.graph.ops)
         placed = sorted((span.op, span.device) for span in self.schedule.spans)
         if (
             placed != list(enumerate(self.placement.devices))
@@ -96,6 +107,21 @@ class Plan:
         return known and transfer.src in devices and transfer.dst in devices
 
     @cached_property
+    def one(self) -> "Plan":
+        """The plan of one micro-batch; itself where there are no more."""
+        return self
+
+    @cached_property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """(segment, micro-batch) in launch order; none where there is one micro-batch."""
+        return ()
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return len(self.graph.ops) // len(self.one.graph.ops) if self.turns else 1
+
+    @cached_property
     def span_of(self) -> tuple[Span, ...]:
         """The span of every op."""
         return tuple(sorted(self.schedule.spans, key=lambda span: span.op))
@@ -103,6 +129,8 @@ class Plan:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The source line of every op, if known from a trace; else `""`."""
+        if self.one is not self:
+            return self.one.sources * self.microbatches
         known = {} if self.traced is None else {op.name: op.source for op in self.traced.ops}
         ops = self.graph.ops
         named = (ops[op.forward[0]] if op.phase == "backward" else op for op in ops)
