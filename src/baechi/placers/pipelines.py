@@ -19,6 +19,7 @@ the stages behind; here without replicas. Complexity: O(blocks**2 * devices) per
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, Final, TypeAlias, final
 
@@ -29,6 +30,8 @@ from baechi import _core
 from baechi.placers.auto import Auto
 from baechi.placers.contiguous import blocks_of
 from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.placer import Placer, live_loads
 from baechi.placers.turn_orders import Order, shortest_order
 from baechi.problem.coarsening import Coarse, coarsen
@@ -43,9 +46,16 @@ from baechi.validation import FrozenDict
 _BLOCKS: Final = 256
 # Copies of the blocks' forward and backward that are placed freely, of so many micro-batches.
 _MOST_COPIES: Final = 16
-_COPIES: Final = {"fast": 1_000, "balanced": 4_000, "thorough": 16_000}
-# Splits with the best estimates, of all numbers of stages.
-_SPLITS: Final = {"fast": 2, "balanced": 8, "thorough": 32}
+_COPIES: Final = {
+    "fast": (1_000,),
+    "balanced": (500, 1_000, 2_000),
+    "thorough": (500, 1_000, 2_000, 4_000, 8_000),
+}
+# How often a row of devices gets stages in turn, and splits with the best estimates of each.
+_LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
+_SPLITS: Final = {"fast": 1, "balanced": 3, "thorough": 8}
+# Candidates that get the best order that the effort finds; the others get that of a fast solve.
+_ORDERED: Final = {"balanced": 3, "thorough": 12}
 # A step so much longer, as a part, is as good if it has fewer turns.
 _ALIKE: Final = 100
 
@@ -73,27 +83,47 @@ def pipelined(
     """
     if problem.max_devices is not None:
         problem = problem.within(next(device_choices(problem)))
-    found: list[tuple[int, Order, Candidate]] = []
     steps: dict[str, int | float | str] = {}
-    for candidate in _candidates(graph, problem, one, placer, effort, microbatches):
-        label, devices, order = candidate
-        placed = Placement(graph.digest, devices, order)
+    rated: list[tuple[int, Turns, str, Order]] = []
+    for label, devices, order in _candidates(graph, problem, one, placer, effort, microbatches):
         if problem.timeline().fold(np.array(devices, np.int32), np.array(order, np.int32)) >= 0:
             continue  # there is no path
-        turns = Turns(graph, problem, devices, segments_of(graph, placed), microbatches)
-        launches, timeline = shortest_order(turns, effort)
-        fits = fits_memory(problem, timeline)
-        steps[label] = timeline.makespan() if fits else "does not fit"
-        if fits:
-            found.append((timeline.makespan(), launches, candidate))
-    if not found:
+        placed = Placement(graph.digest, devices, order)
+        turns = Turns(graph, problem, placed, segments_of(graph, placed), microbatches)
+        _rate(turns, "fast", label, steps, rated)
+    rated.sort(key=lambda row: row[0])
+    if effort != "fast":
+        for _, turns, label, _ in rated[: _ORDERED[effort]]:
+            _rate(turns, effort, label, steps, rated)
+    if not rated:
         return None
-    least_ns = min(step_ns for step_ns, *_ in found)
-    alike = [row for row in found if row[0] * _ALIKE <= least_ns * (_ALIKE + 1)]
-    step_ns, launches, (label, devices, order) = min(alike, key=lambda row: (len(row[1]), row[0]))
-    stats = FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label})
-    rest = {"placer": placer.name, "stats": stats, "microbatches": microbatches, "turns": launches}
-    return Placement(graph.digest, devices, order, **rest)
+    least_ns = min(step_ns for step_ns, *_ in rated)
+    alike = [row for row in rated if row[0] * _ALIKE <= least_ns * (_ALIKE + 1)]
+    step_ns, turns, label, launches = min(alike, key=lambda row: (len(row[3]), row[0]))
+    return replace(
+        turns.placement,
+        placer=placer.name,
+        stats=FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label}),
+        microbatches=microbatches,
+        turns=launches,
+    )
+
+
+def _rate(
+    turns: Turns,
+    effort: str,
+    label: str,
+    steps: dict[str, int | float | str],
+    rated: list[tuple[int, Turns, str, Order]],
+) -> None:
+    """Add the best order of the turns to those rated, if it fits, and its step to the table."""
+    order, timeline = shortest_order(turns, effort)
+    if fits_memory(turns.problem, timeline):
+        step_ns = timeline.makespan()
+        steps[label] = step_ns
+        rated.append((step_ns, turns, label, order))
+    else:
+        steps.setdefault(label, "does not fit")
 
 
 def _candidates(
@@ -108,7 +138,7 @@ def _candidates(
     rows = [
         *_singles(problem),
         *_stages(graph, problem, effort, microbatches),
-        *_interleaved(graph, problem, placer, effort, microbatches),
+        *_interleaved(graph, problem, effort, microbatches),
     ]
     for name, devices in rows:
         where = tuple(devices.tolist())
@@ -128,7 +158,7 @@ def _singles(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
 
 def _stages(
     graph: OpGraph, problem: Problem, effort: str, microbatches: int
-) -> list[tuple[str, NDArray[np.int32]]]:
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Contiguous splits of the groups, in index order, of least bottleneck: the best estimates."""
     blocks = _Blocks(graph, problem, microbatches)
     kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
@@ -138,21 +168,20 @@ def _stages(
         sorted(devices, key=lambda d: (-memory[d], work[d], d)),
         sorted(devices, key=lambda d: (work[d], -memory[d], d)),
     )
-    found: dict[tuple[int, ...], tuple[int, str, NDArray[np.int32]]] = {}
-    for in_flight in dict.fromkeys((microbatches, 2, 1)):
-        for row, stages in product(rows, range(2, problem.most_devices + 1)):
-            used = row[:stages]
-            key = tuple(kinds[device] for device in used)
-            split = None if key in found else blocks.split(used, in_flight)
-            if split is not None:
-                bottleneck_ns, where = split
-                estimate_ns = (microbatches - 1) * bottleneck_ns + work[used[0]]
-                found[key] = estimate_ns, f"stages/{stages}", where
-        if found:
-            break
-    ranked = sorted(found.values(), key=lambda entry: entry[0])[: _SPLITS[effort]]
-    names = (f"{name}.{at}" if at else name for at, (_, name, _) in enumerate(ranked))
-    return [(name, where) for name, (*_, where) in zip(names, ranked, strict=True)]
+    for laps in _LAPS[effort]:
+        found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
+        # Where what is in flight has no room, fewer will be, which the order of turns sees to.
+        for in_flight in dict.fromkeys((microbatches, 2, 1)):
+            for row, used in product(rows, range(2, problem.most_devices + 1)):
+                key = tuple(kinds[device] for device in row[:used])
+                split = None if key in found else blocks.split(row[:used], laps, in_flight)
+                if split is not None:
+                    found[key] = split
+            if found:
+                break
+        best = sorted(found.items(), key=lambda entry: entry[1][0])[: _SPLITS[effort]]
+        for at, (key, (_, where)) in enumerate(best):
+            yield f"stages/{len(key)}x{laps}{f'.{at}' if at else ''}", where
 
 
 @final
@@ -163,7 +192,7 @@ class _Blocks:
         arrays = problem.arrays
         costs, self._count, self._block = _cut(problem, _BLOCKS)
         self._where = self._block[arrays.op_group]
-        self._problem = problem
+        self._problem, self._microbatches = problem, microbatches
         self._work = [self._between(times, self._where) for times in problem.durations]
         loads = live_loads(problem, range(arrays.ops), microbatches)
         self._loads = np.max([self._between(load, self._block) for load in loads], axis=0)
@@ -186,42 +215,57 @@ class _Blocks:
         sums = np.cumsum(sums)
         return np.asarray(sums[None, :] - sums[:, None])
 
-    def split(self, row: Sequence[int], in_flight: int) -> tuple[int, NDArray[np.int32]] | None:
-        """The least bottleneck of stages on these devices, and the device of every op."""
+    def split(
+        self, row: Sequence[int], laps: int, in_flight: int
+    ) -> tuple[int, NDArray[np.int32]] | None:
+        """The stages of least bottleneck on these devices, taken several times in turn.
+
+        An estimate of the step, and the device of every op; `None` if nothing fits.
+        """
         n = self._count + 1
         least = np.full(n, LIMIT)
         least[-1] = 0
         ends = []
         empty = np.tril(np.ones((n, n), np.bool_))
-        for behind, device in enumerate(reversed(row)):
-            held = self._loads + min(in_flight - 1, behind) * self._held
-            full = held > self._problem.device_share[device]
-            time = np.maximum(self._work[self._problem.device_class[device]], self._moves)
-            time = np.where(empty | full | self._forbidden[device], LIMIT, time)
-            time = np.maximum(time, least[None, :])
+        stages = [*row] * laps
+        for behind, device in enumerate(reversed(stages)):
+            held = self._loads + min(in_flight - 1, behind // laps) * self._held
+            full = held > self._problem.device_share[device] // laps
+            work = self._work[self._problem.device_class[device]]
+            time = np.where(empty | full | self._forbidden[device], LIMIT, work)
+            time = np.maximum(np.maximum(time, self._moves), least[None, :])
             ends.append(time.argmin(axis=1))
             least = time.min(axis=1)
         if least[0] >= LIMIT:
             return None
         at, stage_of = 0, np.empty(self._count, np.int32)
-        for device, end in zip(row, reversed(ends), strict=True):
+        load, fill_ns = dict.fromkeys(row, 0), 0
+        for stage, (device, end) in enumerate(zip(stages, reversed(ends), strict=True)):
+            work_ns = int(self._work[self._problem.device_class[device]][at, end[at]])
+            load[device] += work_ns
+            fill_ns += work_ns if stage < len(row) - 1 else 0
             stage_of[at : end[at]] = device
             at = int(end[at])
-        return int(least[0]), stage_of[self._where]
+        return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
 
 
 def _interleaved(
-    graph: OpGraph, problem: Problem, placer: Auto, effort: str, microbatches: int
+    graph: OpGraph, problem: Problem, effort: str, microbatches: int
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """What `auto` finds for copies of a graph of blocks, which are few enough for it."""
+    """What list schedulers and `auto` find for copies of graphs of blocks."""
     copies = min(microbatches, _MOST_COPIES)
-    coarse = _coarse(graph, problem, _COPIES[effort] // (2 * copies))
-    late = coarse.tensors >= len(graph.tensors)
-    unrolled = Unrolled(coarse.arrays, late, copies)
-    placement = placer.place(unrolled.problem(coarse.lumped()))
-    if placement is not None:
-        where = np.array(placement.devices, np.int32)[unrolled.position[0]]
-        yield "auto/copies", where[coarse.part_of]
+    lists: tuple[Placer, ...] = (METF(), HEFT())
+    for size in _COPIES[effort]:
+        coarse = _coarse(graph, problem, size // (2 * copies))
+        late = coarse.tensors >= len(graph.tensors)
+        unrolled = Unrolled(coarse.arrays, late, copies)
+        whole = unrolled.problem(coarse.lumped())
+        placers = lists if effort == "fast" else (*lists, PEFT(), Auto(effort="fast"))
+        for placer in placers:
+            placement = placer.place(whole)
+            if placement is not None:
+                where = np.array(placement.devices, np.int32)[unrolled.position[0]]
+                yield f"{placer.name}/{size} copies", where[coarse.part_of]
 
 
 def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:

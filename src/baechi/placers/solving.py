@@ -22,6 +22,7 @@ from baechi.placers.metis import Metis
 from baechi.placers.pipelines import pipelined
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
+from baechi.placers.turn_orders import ordered_turns
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster, Constraints
@@ -93,21 +94,32 @@ def solve(
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
     if check_positive(microbatches, "microbatches") == 1:
         return placement
-    return _pipelined(graph, problem, placement, placer, effort, microbatches)
-
-
-def _pipelined(
-    graph: OpGraph,
-    problem: Problem,
-    placement: Placement,
-    placer: Placer,
-    effort: str,
-    microbatches: int,
-) -> Placement:
     found = pipelined(graph, problem, placement, placer, effort, microbatches)
     if found is None:
-        raise InputError("TODO")
+        _explain_copies(graph, problem, placement, microbatches)
     return found
+
+
+def _explain_copies(
+    graph: OpGraph, problem: Problem, placement: Placement, microbatches: int
+) -> NoReturn:
+    """Raise the error that names the memory that one micro-batch leaves too little of."""
+    cluster, limits = problem.cluster, problem.constraints
+    rhythm = ordered_turns(graph, cluster, placement, microbatches, constraints=limits)
+    rows = zip(rhythm.peak_bytes, problem.device_memory, range(len(cluster.devices)), strict=True)
+    missing, device = max((peak - memory, -device) for peak, memory, device in rows)
+    name = cluster.devices[-device].name
+    raise _infeasible(
+        problem,
+        f"one micro-batch fits, but not {microbatches}: {name} would need {format_bytes(missing)} "
+        "more for what all of them leave, or for gradients before they are added. Give it more, "
+        "or make fewer or smaller micro-batches.",
+        placement.devices.index(-device),
+        missing,
+        problem.device_memory,
+        missing,
+        name,
+    )
 
 
 def _warn_of_kinds(graph: OpGraph, cluster: Cluster) -> None:

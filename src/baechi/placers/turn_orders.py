@@ -98,10 +98,10 @@ def ordered_turns(
     check_positive(microbatches, "microbatches")
     check_count(overhead_ns, "overhead_ns")
     check_effort(effort)
-    graph.check_placement(placement.devices, placement.order)
     problem = Problem(graph, cluster, constraints)
+    replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
-    turns = Turns(graph, problem, placement.devices, rows, microbatches, joined, overhead_ns)
+    turns = Turns(graph, problem, placement, rows, microbatches, joined, overhead_ns)
     order, timeline = shortest_order(turns, effort)
     peaks = timeline.peaks()
     return Rhythm(
@@ -131,13 +131,10 @@ def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
 
 
 def simulated(turns: Turns, order: Order) -> _core.Timeline:
-    """A timeline with the copies of all ops in an order of their turns.
-
-    Raises:
-        InputError: An op needs a tensor from a device without a path to its own.
-    """
-    devices, launches = turns.launches(order)
-    return replay(turns.ops[1], devices.tolist(), launches.tolist())
+    """A timeline with the copies of all ops in an order of their turns."""
+    timeline = turns.ops[1].timeline()
+    timeline.fold(*turns.launches(order))
+    return timeline
 
 
 def _orders(turns: Turns, effort: str) -> Iterator[tuple[int, Order]]:

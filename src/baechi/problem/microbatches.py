@@ -226,7 +226,7 @@ class Turns:
     Attributes:
         graph: The graph of one micro-batch.
         problem: The same with its cluster and constraints.
-        devices: The device of every op.
+        placement: Its placement; the order does not matter here.
         segments: The ops of every segment, in their order.
         microbatches: Their number.
         joined: Whether there is one loss for all batches.
@@ -235,7 +235,7 @@ class Turns:
 
     graph: OpGraph
     problem: Problem
-    devices: tuple[int, ...]
+    placement: Placement
     segments: tuple[tuple[int, ...], ...]
     microbatches: int
     joined: bool = False
@@ -245,7 +245,9 @@ class Turns:
         listed = sorted(chain.from_iterable(self.segments))
         if listed != list(range(len(self.graph.ops))) or not all(self.segments):
             raise InputError("segments must have every op of the graph once, and none be empty.")
-        parted = [row for row in self.segments if len({self.devices[op] for op in row}) > 1]
+        parted = [
+            row for row in self.segments if len({self.placement.devices[op] for op in row}) > 1
+        ]
         if parted:
             names = [self.graph.ops[op].name for op in parted[0]]
             raise InputError(f"a segment is on one device, but {names} are on several.")
@@ -271,13 +273,15 @@ class Turns:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The device of every segment."""
-        return tuple(self.devices[row[0]] for row in self.segments)
+        return tuple(self.placement.devices[row[0]] for row in self.segments)
 
     @cached_property
     def ops(self) -> tuple[Unrolled, Problem]:
         """The copies of all ops, on their devices."""
         copies = _copies(self.graph, self.segments, self.microbatches, self.joined)
-        return copies, copies.problem(self.problem, self._pinned(self.problem.arrays, self.devices))
+        return copies, copies.problem(
+            self.problem, self._pinned(self.problem.arrays, self.placement.devices)
+        )
 
     def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
         """True for the device of every group."""
@@ -326,7 +330,7 @@ class Turns:
 
     def launches(self, turns: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], ...]:
         """Devices of the copies of all ops, and an order: that of these turns."""
-        return _launches(self.ops[0], self.devices, self.segments, turns)
+        return _launches(self.ops[0], self.placement.devices, self.segments, turns)
 
 
 def _copies(

@@ -51,8 +51,9 @@ class Plan:
     """The values of one report, checked to belong together.
 
     The schedule is `simulate(graph, cluster, placement)`. Where that has several micro-batches, the
-    graph and the placement become those of all of them, and `one` is the plan of one alone. With the trace a report has the lines of
-    the model's code, and how it was traced; with a measurement, that beside the prediction.
+    graph and the placement become those of all of them, and `one` is the plan of one alone.
+    With the trace a report has the lines of the model's code, and how it was traced; with a
+    measurement, that beside the prediction.
 
     Raises:
         InputError: The placement is of another graph or names an unknown device,
@@ -210,7 +211,8 @@ def summary(plan: Plan) -> tuple[str, ...]:
     schedule = plan.schedule
     used = len(set(plan.placement.devices))
     of = f"{used} of {len(plan.devices)} devices" if len(plan.devices) > 1 else "one device"
-    time = f"One step takes {format_ns(schedule.makespan_ns)} on {of}"
+    many = f" of {plan.microbatches} micro-batches" if plan.turns else ""
+    time = f"One step{many} takes {format_ns(schedule.makespan_ns)} on {of}"
     if schedule.lower_bound_ns:
         bound = format_ns(schedule.lower_bound_ns)
         time += f"; no placement can take less than {bound}, so the gap is {schedule.gap:.1%}"
@@ -225,7 +227,20 @@ def summary(plan: Plan) -> tuple[str, ...]:
     transfers = len(schedule.transfers)
     moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
     moves += "s" if transfers != 1 else ""
-    return (f"{time}.", f"{memory}.", f"{moves}.", *_launching(plan))
+    return (f"{time}.", f"{memory}.", f"{moves}.", *_taking_turns(plan), *_launching(plan))
+
+
+def _taking_turns(plan: Plan) -> list[str]:
+    """A sentence on the turns of micro-batches, if there are several."""
+    if not plan.turns:
+        return []
+    segments = len(plan.turns) // plan.microbatches
+    idle = 1 - sum(facts.busy_share for facts in plan.devices) / len(plan.devices)
+    alone_ns = plan.microbatches * plan.one.schedule.makespan_ns
+    return [
+        f"{segments} segments take turns with the micro-batches, and the devices are idle for "
+        f"{idle:.1%} of the step; one micro-batch after the other would take {format_ns(alone_ns)}."
+    ]
 
 
 def _launching(plan: Plan) -> list[str]:
