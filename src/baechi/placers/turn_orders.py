@@ -15,6 +15,7 @@ copies for the best few.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Final, TypeAlias, final
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from baechi import _core
 from baechi.placers.auto import check_effort
 from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.microbatches import Turns, segments_of
 from baechi.problem.problem_arrays import Problem
@@ -96,10 +98,10 @@ def ordered_turns(
     check_positive(microbatches, "microbatches")
     check_count(overhead_ns, "overhead_ns")
     check_effort(effort)
-    graph.check_placement(placement.devices, placement.order)
     problem = Problem(graph, cluster, constraints)
+    replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
-    turns = Turns(graph, problem, placement.devices, rows, microbatches, joined, overhead_ns)
+    turns = Turns(graph, problem, placement, rows, microbatches, joined, overhead_ns)
     order, timeline = shortest_order(turns, effort)
     peaks = timeline.peaks()
     return Rhythm(
@@ -129,33 +131,26 @@ def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
 
 
 def simulated(turns: Turns, order: Order) -> _core.Timeline:
-    """A timeline with the copies of all ops in an order of their turns.
-
-    Raises:
-        InputError: An op needs a tensor from a device without a path to its own.
-    """
-    copies, problem = turns.ops
-    devices = np.empty(copies.arrays.ops, np.int32)
-    devices[copies.position] = np.array(turns.devices, np.int32)
-    return replay(problem, devices.tolist(), turns.launches(order).tolist())
+    """A timeline with the copies of all ops in an order of their turns."""
+    timeline = turns.ops[1].timeline()
+    timeline.fold(*turns.launches(order))
+    return timeline
 
 
 def _orders(turns: Turns, effort: str) -> Iterator[tuple[int, Order]]:
     """Orders of the turns, each with its time on the clock of turns."""
     copies, problem = turns.capped()
-    names: dict[int, tuple[int, int]] = {}
-    for batch, row in enumerate(copies.position.tolist()):
-        for segment, at in enumerate(row):
-            names.setdefault(at, (segment, batch))
+    segment = np.empty(copies.arrays.ops, np.int64)
+    segment[copies.position] = np.arange(len(turns.segments))
     bound = lower_bound_ns(problem)
-    for most in _caps(turns, effort):
-        placement = METF().place(turns.capped(most)[1] if most else problem)
+    for most, placer in product(_caps(turns, effort), (METF(), HEFT())):
+        placement = placer.place(turns.capped(most)[1] if most else problem)
         if placement is not None:
             step_ns = int(placement.stats["makespan_ns"])
-            yield step_ns, tuple(names[at] for at in placement.order)
+            yield step_ns, turns.in_turn(segment[list(placement.order)].tolist())
             if step_ns <= bound:
                 break
-    order = tuple(names[at] for at in range(len(names)))
+    order = turns.in_turn(segment.tolist())
     yield simulated(turns, order).makespan(), order
 
 

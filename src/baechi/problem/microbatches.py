@@ -175,8 +175,7 @@ def unrolled(
     late = np.arange(one.tensors) >= len(graph.tensors)
     state = one.group_persistent > 0
     state[one.op_group[one.producer[late]]] = True
-    ops = np.flatnonzero(state[one.op_group]).tolist()
-    links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in ops if op != loss)
+    links = _in_turn(np.flatnonzero(state[one.op_group]).tolist(), loss)
     ends = None if until is None else np.array(until, np.int32)
     return Unrolled(one, late, microbatches, loss, links, ends)
 
@@ -227,7 +226,7 @@ class Turns:
     Attributes:
         graph: The graph of one micro-batch.
         problem: The same with its cluster and constraints.
-        devices: The device of every op.
+        placement: Its placement; the order does not matter here.
         segments: The ops of every segment, in their order.
         microbatches: Their number.
         joined: Whether there is one loss for all batches.
@@ -236,7 +235,7 @@ class Turns:
 
     graph: OpGraph
     problem: Problem
-    devices: tuple[int, ...]
+    placement: Placement
     segments: tuple[tuple[int, ...], ...]
     microbatches: int
     joined: bool = False
@@ -246,7 +245,9 @@ class Turns:
         listed = sorted(chain.from_iterable(self.segments))
         if listed != list(range(len(self.graph.ops))) or not all(self.segments):
             raise InputError("segments must have every op of the graph once, and none be empty.")
-        parted = [row for row in self.segments if len({self.devices[op] for op in row}) > 1]
+        parted = [
+            row for row in self.segments if len({self.placement.devices[op] for op in row}) > 1
+        ]
         if parted:
             names = [self.graph.ops[op].name for op in parted[0]]
             raise InputError(f"a segment is on one device, but {names} are on several.")
@@ -272,23 +273,15 @@ class Turns:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The device of every segment."""
-        return tuple(self.devices[row[0]] for row in self.segments)
+        return tuple(self.placement.devices[row[0]] for row in self.segments)
 
     @cached_property
     def ops(self) -> tuple[Unrolled, Problem]:
-        """The copies of the graph, in which gradients are added at the end of their segment."""
-        until = np.empty(len(self.graph.ops), np.int32)
-        for row in self.segments:
-            until[list(row)] = row[-1]
-        copies = unrolled(self.graph, self.microbatches, joined=self.joined, until=until.tolist())
-        copies = replace(copies, links=self._in_turn([row[0] for row in self.segments]))
-        return copies, copies.problem(self.problem, self._pinned(self.problem.arrays, self.devices))
-
-    def _in_turn(self, first: Sequence[int]) -> tuple[Link, ...]:
-        """Links that keep the turns of a segment in order, given an op of each."""
-        loss = self._loss
-        rows = enumerate(first)
-        return tuple((op, op, -1 if 0 <= loss < at else 1) for at, op in rows if at != loss)
+        """The copies of all ops, on their devices."""
+        copies = _copies(self.graph, self.segments, self.microbatches, self.joined)
+        return copies, copies.problem(
+            self.problem, self._pinned(self.problem.arrays, self.placement.devices)
+        )
 
     def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
         """True for the device of every group."""
@@ -314,16 +307,79 @@ class Turns:
         A batch is in flight on a device from its first segment there to its last.
         """
         arrays, late = self._segment_graph
-        rows = range(len(self.segments))
-        links = self._in_turn(rows)
+        links: tuple[Link, ...] = ()
         if most:
-            on = [[row for row in rows if self.homes[row] == home] for home in set(self.homes)]
-            links += tuple((own[-1], own[0], most) for own in on)
+            rows = list(enumerate(self.homes))
+            on = [[row for row, other in rows if other == home] for home in set(self.homes)]
+            links = tuple((own[-1], own[0], most) for own in on)
         copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
         return copies, copies.problem(self.problem, self._pinned(arrays, self.homes))
 
-    def launches(self, turns: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
-        """The copies of all ops, in an order of the turns."""
-        where = self.ops[0].position
-        rows = [where[batch, list(self.segments[segment])] for segment, batch in turns]
-        return np.concatenate([np.empty(0, np.int32), *rows]).astype(np.int32)
+    def in_turn(self, segments: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Turns of these segments, one for each time, in the order of the batches.
+
+        It is a topological order if it is one with the turns' own batches: the k-th turn of a
+        segment comes after the k-th turns of those that it reads from.
+        """
+        past, loss = [0] * len(self.segments), self._loss
+        turns = []
+        for at in segments:
+            turns.append((at, self.microbatches - 1 - past[at] if 0 <= loss < at else past[at]))
+            past[at] += 1
+        return tuple(turns)
+
+    def launches(self, turns: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], ...]:
+        """Devices of the copies of all ops, and an order: that of these turns."""
+        return _launches(self.ops[0], self.placement.devices, self.segments, turns)
+
+
+def _copies(
+    graph: OpGraph, segments: Sequence[Sequence[int]], microbatches: int, joined: bool
+) -> Unrolled:
+    """The copies of the ops of segments whose turns are in order.
+
+    Late bytes have been added to those of the other batches when their segment ends.
+    """
+    until = np.empty(len(graph.ops), np.int32)
+    for row in segments:
+        until[list(row)] = row[-1]
+    copies = unrolled(graph, microbatches, joined=joined, until=until.tolist())
+    return replace(copies, links=_in_turn([row[0] for row in segments], copies.joined))
+
+
+def _in_turn(ops: Iterable[int], loss: int) -> tuple[Link, ...]:
+    """Links that keep the copies of each of these ops in order, but those of a joined loss."""
+    return tuple((op, op, -1 if 0 <= loss < op else 1) for op in ops if op != loss)
+
+
+def _launches(
+    copies: Unrolled,
+    devices: Sequence[int],
+    segments: Sequence[Sequence[int]],
+    turns: Iterable[Sequence[int]],
+) -> tuple[NDArray[np.int32], ...]:
+    where = np.empty(copies.arrays.ops, np.int32)
+    where[copies.position] = np.array(devices, np.int32)
+    rows = [copies.position[batch, list(segments[at])] for at, batch in turns]
+    return where, np.concatenate([where[:0], *rows])
+
+
+def copies_of(graph: OpGraph, placement: Placement) -> tuple[OpGraph, Placement]:
+    """The graph of all micro-batches, and the placement of it: as `simulate` runs them.
+
+    Op i of batch b has the index `b * len(graph.ops) + i`.
+
+    Raises:
+        InputError: The turns are of other segments than those of the placed graph.
+    """
+    segments, count = segments_of(graph, placement), placement.microbatches
+    if len(placement.turns) != len(segments) * count:
+        raise InputError(
+            f"the placement has {len(placement.turns)} turns, but the placed graph has "
+            f"{len(segments)} segments for each of {count} micro-batches; solve again."
+        )
+    copies = _copies(graph, segments, count, joined=False)
+    whole = copies.graph(graph.explicit)
+    rows = _launches(copies, placement.devices, segments, placement.turns)
+    devices, order = (tuple(row.tolist()) for row in rows)
+    return whole, Placement(whole.digest, devices, order, placement.placer, placement.stats)
