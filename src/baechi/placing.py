@@ -427,6 +427,7 @@ class _Planner:
                     effort=self.effort,
                     constraints=constraints,
                     replayed=self.cuda_graphs is not False,
+                    microbatches=batches,
                 )
                 return graph, placement, again
             except (InfeasibleError, InputError) as error:

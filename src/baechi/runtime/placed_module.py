@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
+from baechi.placers.turn_orders import Rhythm
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
@@ -206,6 +207,11 @@ class PlacedModule(nn.Module):
         state = _state(self)
         state.known("graph"), state.known("cluster")
         return cast(Schedule, state.current.schedule)
+
+    @property
+    def rhythm(self) -> Rhythm | None:
+        """The turns of micro-batches of the latest call in order, as they run; None without any."""
+        return _state(self).current.rhythm
 
     def schedule_of(self, *args: Any, **kwargs: Any) -> Schedule:
         """The predicted schedule of a step of another shape, for a call of which there is a plan.
