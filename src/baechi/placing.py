@@ -33,10 +33,10 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
+from baechi.runtime.batched_calls import BatchSpec, LossModule, check_microbatches
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
-from baechi.runtime.batched_calls import BatchSpec, LossModule, check_microbatches
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState

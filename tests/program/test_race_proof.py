@@ -30,9 +30,7 @@ from baechi.records.instructions import (
 
 
 @st.composite
-def programs(
-    draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3, batches: int = 1
-) -> Program:
+def programs(draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3, batches: int = 1) -> Program:
     graph = draw(strategies.steps(max_ops, again=draw(st.booleans())))
     cluster = draw(strategies.clusters(max_devices, whole=True))
     placement = draw(strategies.placements(graph, cluster))

@@ -21,10 +21,10 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
+from baechi.runtime.batched_calls import BatchWeights
 from baechi.runtime.derived_class import derive, placed_state, restore
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
-from baechi.runtime.batched_calls import BatchWeights
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import Specializations

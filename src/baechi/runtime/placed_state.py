@@ -30,7 +30,6 @@ from baechi.errors import (
     TraceError,
 )
 from baechi.records.placement import Measurement, Schedule
-from baechi.runtime.executable import Executable, move
 from baechi.runtime.batched_calls import (
     TARGETS,
     BatchWeights,
@@ -39,6 +38,7 @@ from baechi.runtime.batched_calls import (
     key_of_loss,
     train,
 )
+from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.torch_support.memory_meter import Meter

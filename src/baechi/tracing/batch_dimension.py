@@ -21,7 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx, nn
 
-from baechi.errors import InputError
+from baechi.errors import InputError, TraceError
 from baechi.torch_support.torch_internals import OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
@@ -112,7 +112,14 @@ def _grown(model: nn.Module, call: Call, times: int) -> Traced:
         for new, old in zip(tensors, call.tensors, strict=True)
     ]
     args, kwargs = call.structure.fill(grown)
-    return trace(model, args, kwargs)
+    try:
+        return trace(model, args, kwargs)
+    except TraceError as error:
+        raise InputError(
+            f"with {times} times the samples of a micro-batch the model does not run, so its batch "
+            f"dimension is unknown: {error} Let forward ask its tensors for their sizes; or name "
+            'the dimensions, batch={"x": 0}, if an argument is taken for what it is not.'
+        ) from None
 
 
 @final
