@@ -33,9 +33,9 @@ from baechi.records.placement import Placement
 from baechi.validation import check_count, check_positive
 
 # Orders to simulate with the copies of all ops.
-_SIMULATED: Final = 3
-# Of the search for a shorter order: a second for a thousand turns.
-_SEARCH: Final = Budget(20_000_000, 60_000, ((1, 1 / 4), (1, 1 / 4), (1, 1 / 2)), 0, 0, 0)
+_SIMULATED: Final = {"fast": 1, "balanced": 3, "thorough": 8}
+# Of the search for a shorter order: half a second for a thousand turns.
+_SEARCH: Final = Budget(10_000_000, 60_000, ((1, 1 / 4), (1, 1 / 4), (1, 1 / 2)), 0, 0, 0)
 # Turns above which few numbers of batches in flight are tried.
 _MANY: Final = 4_000
 
@@ -120,7 +120,7 @@ def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
     rated = sorted(_schedules(turns, effort), key=lambda row: row[0])
     best: tuple[int, int, Order, _core.Timeline] | None = None
     for number, order in enumerate((*(order for _, order in rated), turns.one_by_one)):
-        if number >= _SIMULATED and best is not None and best[0] == 0:
+        if number >= _SIMULATED[effort] and best is not None and best[0] == 0:
             break
         timeline = simulated(turns, order)
         over = sum(max(0, p - m) for p, m in zip(timeline.peaks(), memory, strict=True))
@@ -144,7 +144,10 @@ def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:
     copies, problem = turns.capped()
     bound = lower_bound_ns(problem)
     schedulers = [(HEFT(), False), (METF(), False), *([(METF(), True)] if effort != "fast" else [])]
+    used = len(set(turns.homes))
     for most, (placer, urgent) in product(_caps(turns, effort), schedulers):
+        if effort == "fast" and found and 0 < most < used:
+            break
         view, capped = turns.capped(most, urgent=urgent) if most or urgent else (copies, problem)
         placement = placer.place(capped)
         if placement is not None:
