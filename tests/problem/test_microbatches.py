@@ -79,7 +79,9 @@ def test_one_loss_for_all_batches_is_between_all_forwards_and_the_backwards_from
     # The gradient is allocated by the last batch, which goes backward first.
     kept = [row.producer for row in whole.tensors if row.kept and row.nbytes == 3]
     assert [names(whole)[op] for op in kept] == ["b'@2"]
-    twice = [row for row in whole.tensors if row.producer == 7 and row.nbytes == 0 and row.consumers]
+    twice = [
+        row for row in whole.tensors if row.producer == 7 and row.nbytes == 0 and row.consumers
+    ]
     assert [row.consumers for row in twice] == [(9,)]
 
 
@@ -132,9 +134,7 @@ def test_the_step_is_that_of_a_slow_oracle(data, graph, cluster, microbatches):
     joined = data.draw(st.booleans())
     rhythm = ordered_turns(graph, cluster, placement, microbatches, joined=joined, effort="fast")
     segments, turns = rhythm.segments, rhythm.turns
-    oracle = run(
-        *(graph, cluster, placement.devices, segments, turns, microbatches), joined=joined
-    )
+    oracle = run(*(graph, cluster, placement.devices, segments, turns, microbatches), joined=joined)
     assert rhythm.step_ns == oracle.makespan
     assert rhythm.peak_bytes == tuple(oracle.peaks())
     limits = map(oracle.memory, range(len(cluster.devices)))
