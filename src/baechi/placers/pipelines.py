@@ -3,7 +3,7 @@
 A placement is best for micro-batches where the busiest device has little to do, and best for one
 where the path is short, so candidates come from both ends:
 
-- what the placer finds for one micro-batch, and every single device;
+- what the placer finds for one micro-batch;
 - `stages`: contiguous splits with the smallest bottleneck, by dynamic programming from the last
   stage to the first. A stage with s - 1 stages behind it holds what min(s, M) micro-batches keep
   for their backward;
@@ -20,7 +20,7 @@ the stages behind; here without replicas. Complexity: O(blocks**2 * devices) per
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -30,7 +30,6 @@ from baechi import _core
 from baechi.placers.auto import Auto
 from baechi.placers.contiguous import blocks_of
 from baechi.placers.device_choice import device_choices, device_kinds
-from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.placer import Placer, live_loads
 from baechi.placers.turn_orders import Order, shortest_order
@@ -53,9 +52,9 @@ _COPIES: Final = {
 }
 # How often a row of devices gets stages in turn, and splits with the best estimates of each.
 _LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
-_SPLITS: Final = {"fast": 1, "balanced": 3, "thorough": 8}
+_SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
 # Candidates that get the best order that the effort finds; the others get that of a fast solve.
-_ORDERED: Final = {"balanced": 3, "thorough": 12}
+_ORDERED: Final = {"balanced": 2, "thorough": 12}
 # A step so much longer, as a part, is as good if it has fewer turns.
 _ALIKE: Final = 100
 
@@ -133,27 +132,16 @@ def _candidates(
     yield f"{placer.name}/one", one.devices, one.order
     if not isinstance(placer, Auto):
         return
-    seen = {one.devices}
-    n = problem.arrays.ops
-    rows = [
-        *_singles(problem),
-        *_stages(graph, problem, effort, microbatches),
-        *_interleaved(graph, problem, effort, microbatches),
-    ]
-    for name, devices in rows:
+    seen, order = {one.devices}, tuple(range(problem.arrays.ops))
+    rows = (
+        _stages(graph, problem, effort, microbatches),
+        _interleaved(graph, problem, effort, microbatches),
+    )
+    for name, devices in chain(*rows):
         where = tuple(devices.tolist())
         if where not in seen:
             seen.add(where)
-            yield name, where, tuple(range(n))
-
-
-def _singles(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Every kind of single device."""
-    kinds = device_kinds(problem)
-    for device in problem.free_devices:
-        if kinds[device] == device:
-            name = problem.cluster.devices[device].name
-            yield f"single/{name}", np.full(problem.arrays.ops, device, np.int32)
+            yield name, where, order
 
 
 def _stages(
@@ -254,7 +242,7 @@ def _interleaved(
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """What list schedulers and `auto` find for copies of graphs of blocks."""
     copies = min(microbatches, _MOST_COPIES)
-    lists: tuple[Placer, ...] = (METF(), HEFT())
+    lists: tuple[Placer, ...] = (HEFT(),)
     for size in _COPIES[effort]:
         coarse = _coarse(graph, problem, size // (2 * copies))
         late = coarse.tensors >= len(graph.tensors)

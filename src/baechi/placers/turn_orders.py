@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, TypeAlias, final
 
-import numpy as np
-
 from baechi import _core
 from baechi.placers.auto import check_effort
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
+from baechi.placers.local_search import Budget, improved
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.microbatches import Turns, segments_of
 from baechi.problem.problem_arrays import Problem
@@ -34,7 +33,9 @@ from baechi.records.placement import Placement
 from baechi.validation import check_count, check_positive
 
 # Orders to simulate with the copies of all ops.
-_SIMULATED: Final = 3
+_SIMULATED: Final = {"fast": 1, "balanced": 3, "thorough": 8}
+# Of the search for a shorter order: half a second for a thousand turns.
+_SEARCH: Final = Budget(10_000_000, 60_000, ((1, 1 / 4), (1, 1 / 4), (1, 1 / 2)), 0, 0, 0)
 # Turns above which few numbers of batches in flight are tried.
 _MANY: Final = 4_000
 
@@ -116,16 +117,15 @@ def ordered_turns(
 def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
     """The best order found, and the timeline of all copies in it."""
     memory = turns.problem.pool_memory
-    rated = sorted(dict.fromkeys(_orders(turns, effort)), key=lambda row: row[0])
+    rated = sorted(_schedules(turns, effort), key=lambda row: row[0])
     best: tuple[int, int, Order, _core.Timeline] | None = None
-    for number, (_, order) in enumerate(rated):
-        if number >= _SIMULATED and best is not None and best[0] == 0:
+    for number, order in enumerate((*(order for _, order in rated), turns.one_by_one)):
+        if number >= _SIMULATED[effort] and best is not None and best[0] == 0:
             break
         timeline = simulated(turns, order)
         over = sum(max(0, p - m) for p, m in zip(timeline.peaks(), memory, strict=True))
-        found = (over, timeline.makespan(), order, timeline)
-        if best is None or found[:2] < best[:2]:
-            best = found
+        if best is None or (over, timeline.makespan()) < best[:2]:
+            best = over, timeline.makespan(), order, timeline
     assert best is not None
     return best[2:]
 
@@ -137,21 +137,30 @@ def simulated(turns: Turns, order: Order) -> _core.Timeline:
     return timeline
 
 
-def _orders(turns: Turns, effort: str) -> Iterator[tuple[int, Order]]:
-    """Orders of the turns, each with its time on the clock of turns."""
+def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:
+    """Orders of the turns, each with its step on the clock of turns; ends at a shortest one."""
+    found: list[tuple[int, Order]] = []
+    placements: list[Placement] = []
     copies, problem = turns.capped()
-    segment = np.empty(copies.arrays.ops, np.int64)
-    segment[copies.position] = np.arange(len(turns.segments))
     bound = lower_bound_ns(problem)
-    for most, placer in product(_caps(turns, effort), (METF(), HEFT())):
-        placement = placer.place(turns.capped(most)[1] if most else problem)
+    schedulers = [(HEFT(), False), (METF(), False), *([(METF(), True)] if effort != "fast" else [])]
+    used = len(set(turns.homes))
+    for most, (placer, urgent) in product(_caps(turns, effort), schedulers):
+        if effort == "fast" and found and 0 < most < used:
+            break
+        view, capped = turns.capped(most, urgent=urgent) if most or urgent else (copies, problem)
+        placement = placer.place(capped)
         if placement is not None:
             step_ns = int(placement.stats["makespan_ns"])
-            yield step_ns, turns.in_turn(segment[list(placement.order)].tolist())
+            found.append((step_ns, turns.order_of(view, placement.order)))
             if step_ns <= bound:
-                break
-    order = turns.in_turn(segment.tolist())
-    yield simulated(turns, order).makespan(), order
+                return found
+            placements += [] if urgent else [placement]
+    better = None if effort == "fast" else improved(problem, placements, _SEARCH)
+    if better is not None:
+        step_ns = int(better.stats["makespan_ns"])
+        found.append((step_ns, turns.order_of(copies, better.order)))
+    return found
 
 
 def _caps(turns: Turns, effort: str) -> Iterator[int]:

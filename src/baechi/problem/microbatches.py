@@ -30,6 +30,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.coarsening import Coarse, graph_of
 from baechi.problem.cutting import Cutter, Piece
@@ -56,6 +57,8 @@ class Unrolled:
         joined: The op of which there is one for all batches: the loss; -1 if there is none.
         links: Order of copies beside that of the tensors.
         until: For every op, the op with which its late bytes have been added to the first copy's.
+        ranked: Another index order, a row per batch. It need not be topological, for schedulers
+            that break ties by index and need no more of it.
     """
 
     one: GraphArrays
@@ -64,10 +67,13 @@ class Unrolled:
     joined: int = -1
     links: tuple[Link, ...] = ()
     until: NDArray[np.int32] | None = None
+    ranked: NDArray[np.int32] | None = None
 
     @cached_property
     def position(self) -> NDArray[np.int32]:
         """The op that is the copy of an op (column) in a batch (row)."""
+        if self.ranked is not None:
+            return self.ranked
         n, loss = self.one.ops, self.joined
         batch = np.arange(self.microbatches, dtype=np.int32)[:, None]
         op = np.arange(n, dtype=np.int32)
@@ -109,6 +115,11 @@ class Unrolled:
         makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
         none = np.zeros(len(pairs), np.int64)
         sizes = np.concatenate([*(row[2] for row in copies), none + 1])
+        consumers = np.concatenate(
+            [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
+        )
+        if self.ranked is not None:
+            consumers = consumers[np.lexsort((consumers, np.repeat(np.arange(len(sizes)), sizes)))]
 
         def summed(rows: Sequence[NDArray[np.int64]] | NDArray[np.int64]) -> NDArray[np.int64]:
             total = np.zeros(size, np.int64)
@@ -130,9 +141,7 @@ class Unrolled:
             nbytes=np.concatenate([*(row[0] for row in copies), none]),
             kept=np.concatenate([*(row[1] for row in copies), none]).astype(np.uint8),
             consumer_begin=np.concatenate([none[:0], [0], np.cumsum(sizes)]).astype(np.int64),
-            consumers=np.concatenate(
-                [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
-            ),
+            consumers=consumers,
         )
 
     def problem(self, one: Problem, allowed: NDArray[np.bool_] | None = None) -> Problem:
@@ -141,8 +150,8 @@ class Unrolled:
         `allowed` are the devices of every group; by default those that the problem allows it.
         """
         asked = f"{one.source.digest} {self.microbatches} {self.joined} {self.links}"
-        until = b"" if self.until is None else self.until.tobytes()
-        digest = hashlib.sha256(asked.encode() + until).hexdigest()
+        rows = [row.tobytes() for row in (self.until, self.ranked) if row is not None]
+        digest = hashlib.sha256(b"".join([asked.encode(), *rows])).hexdigest()
         source = ArrayGraph(self.arrays, digest, lambda: self.graph(one.graph))
         if allowed is None:
             allowed = one.allowed
@@ -301,10 +310,13 @@ class Turns:
             arrays = replace(arrays, times=times, kind_times=kinds)
         return arrays, coarse.tensors >= len(self.graph.tensors)
 
-    def capped(self, most: int = 0) -> tuple[Unrolled, Problem]:
+    def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
         """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
 
-        A batch is in flight on a device from its first segment there to its last.
+        A batch is in flight on a device from its first segment there to its last. With `urgent`,
+        index order is by depth: turns for which none waits are last, and of the others that with
+        the longest path before it is first. So a backward turn comes before a forward one, and
+        both before one that only makes gradients of parameters.
         """
         arrays, late = self._segment_graph
         links: tuple[Link, ...] = ()
@@ -313,17 +325,40 @@ class Turns:
             on = [[row for row, other in rows if other == home] for home in set(self.homes)]
             links = tuple((own[-1], own[0], most) for own in on)
         copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
+        if urgent:
+            copies = replace(copies, ranked=self._by_depth(copies.position))
         return copies, copies.problem(self.problem, self._pinned(arrays, self.homes))
 
-    def in_turn(self, segments: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """Turns of these segments, one for each time, in the order of the batches.
+    def _by_depth(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The index order of urgent turns, given the usual one."""
+        arrays = self._segment_graph[0]
+        makers, readers = arrays.edges()
+        order = np.argsort(makers, kind="stable")
+        ends = (makers[order], readers[order], np.zeros(len(makers)))
+        depth = np.array(_core.longest_paths(arrays.times.astype(np.float64), *ends)[0])
+        depth[np.bincount(makers, minlength=arrays.ops) == 0] = -1
+        turns, first = np.unique(position.reshape(-1), return_index=True)
+        rank = np.empty(len(turns), np.int32)
+        rank[np.lexsort((turns, -np.tile(depth, self.microbatches)[first]))] = turns
+        return rank[position]
 
-        It is a topological order if it is one with the turns' own batches: the k-th turn of a
-        segment comes after the k-th turns of those that it reads from.
+    @property
+    def one_by_one(self) -> tuple[tuple[int, int], ...]:
+        """One batch after the other."""
+        copies = self.capped()[0]
+        return self.order_of(copies, range(copies.arrays.ops))
+
+    def order_of(self, copies: Unrolled, ops: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """The turns that these ops are, with the batches of every segment in order.
+
+        It is a topological order as that of the ops is one: the k-th turn of a segment comes after
+        the k-th turns of those that it reads from.
         """
+        segment = np.empty(copies.arrays.ops, np.int64)
+        segment[copies.position] = np.arange(len(self.segments))
         past, loss = [0] * len(self.segments), self._loss
         turns = []
-        for at in segments:
+        for at in segment[list(ops)].tolist():
             turns.append((at, self.microbatches - 1 - past[at] if 0 <= loss < at else past[at]))
             past[at] += 1
         return tuple(turns)

@@ -65,8 +65,9 @@ class Placement:
         turns = check_row(self.turns, "turns of a placement")
         turns = tuple(check_counts(turn, "a turn of a placement") for turn in turns)
         segments = 1 + max((turn[0] for turn in turns), default=-1)
-        every = [(row, batch) for row in range(segments) for batch in range(self.microbatches)]
-        if (self.microbatches > 1 and sorted(turns) != every) or (self.microbatches == 1 and turns):
+        batches = range(self.microbatches if self.microbatches > 1 else 0)
+        every = [(row, batch) for row in range(segments) for batch in batches]
+        if sorted(turns) != every or (not turns and batches and devices):
             raise InputError(
                 f"the turns of a placement of {self.microbatches} micro-batches are not each "
                 "segment with each of them once; give those of `solve` or of `ordered_turns`."
