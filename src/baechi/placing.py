@@ -37,14 +37,13 @@ from baechi.runtime.batched_calls import BatchSpec, LossModule, check_microbatch
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
-from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.step_measurement import compare
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
-from baechi.runtime.weights import Weights
+from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
@@ -373,6 +372,7 @@ class _Planner:
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
         wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads)
+        wishes += (self.microbatches > 1,)
         return any(wish not in (False, None) for wish in wishes)
 
     @property

@@ -102,7 +102,7 @@ def executable(kind: Callable[[], nn.Module], n: int, loss: bool, seed: int) -> 
     graph = trace.graph(made_up_profile(trace))
     placement = baechi.solve(graph, cpus(3), placer=baechi.RandomPlacer(seed))
     places = [torch.device("cpu")] * 3
-    special = Executable(
+    return Executable(
         *(trace, placed_step(trace, placement, graph), placement, places, 1),
         graph=graph,
         cluster=cpus(3),
@@ -110,7 +110,6 @@ def executable(kind: Callable[[], nn.Module], n: int, loss: bool, seed: int) -> 
         own_loss=loss,
         dimensions=BatchDimensions((0,), ()),
     )
-    return special
 
 
 @pytest.fixture
@@ -265,7 +264,7 @@ def test_one_plan_is_for_all_losses_of_one_line() -> None:
     """A loss that is written in the training loop is another function in each turn of it."""
     placed = lazily(Tied(), microbatches=2)
     for _ in range(3):
-        placed.step(X, targets=T, loss=lambda y, t: criterion(y, t))
+        placed.step(X, targets=T, loss=lambda y, t: 2 * criterion(y, t))
     state = baechi.runtime.derived_class.placed_state(placed)
     assert len(state.steps) == 1
     assert sum(len(entry.specializations) for entry in state.steps.values()) == 1

@@ -24,10 +24,10 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.parameter_devices import devices_of_state
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
+from baechi.runtime.weights import devices_of_state
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
 from baechi.torch_support.torch_internals import gradient_hooks, is_hooked

@@ -17,8 +17,7 @@ from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
-from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step import Sizes, Step, sharing_of
+from baechi.runtime.autograd.step import Recomputation, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.fx_nodes import op_name
