@@ -33,7 +33,7 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
-from baechi.runtime.batched_calls import BatchSpec, LossModule, check_microbatches
+from baechi.runtime.batched_calls import BatchSpec, ModelWithLoss, check_microbatches
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
@@ -291,7 +291,7 @@ class _Planner:
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
                 return taken
-            loss, batches, dims = isinstance(model, LossModule), 1, None
+            loss, batches, dims = isinstance(model, ModelWithLoss), 1, None
             if loss or model is self.model:
                 batches = self.microbatches
             if batches > 1:
@@ -371,8 +371,8 @@ class _Planner:
     @property
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
-        wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads)
-        wishes += (self.microbatches > 1,)
+        cut = self.microbatches > 1
+        wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads, cut)
         return any(wish not in (False, None) for wish in wishes)
 
     @property
@@ -398,6 +398,8 @@ class _Planner:
             )
 
         again: Any = None if limited else self.checkpoint
+        if isinstance(traced.module.model, ModelWithLoss) and not isinstance(again, bool | None):
+            again = [f"model.{path}" for path in ([again] if isinstance(again, str) else again)]
         if self.checkpoint is None and self.training:
             again = checkpointed_by_the_model(traced) or None
             if again:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.errors import ExecutionError, InputError
-from baechi.runtime.batched_calls import LossModule, Microbatches, train
+from baechi.runtime.batched_calls import Microbatches, ModelWithLoss, train
 from baechi.runtime.executable import Executable
 from baechi.runtime.runtime_checks import placed_step
 from baechi.tracing.batch_dimension import BatchDimensions
@@ -92,7 +92,7 @@ def merged(model: nn.Module, x: Tensor, t: Tensor, n: int) -> dict[str, Tensor |
 def traced(kind: Callable[[], nn.Module], n: int, loss: bool) -> tuple[nn.Module, baechi.Traced]:
     model = kind()
     x, t = X.chunk(n)[0], T.chunk(n)[0]
-    module = LossModule(model, criterion) if loss else model
+    module = ModelWithLoss(model, criterion) if loss else model
     return model, baechi.trace(module, (x,), {"targets": t} if loss else {})
 
 

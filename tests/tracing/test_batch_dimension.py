@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.errors import InputError
-from baechi.runtime.batched_calls import LossModule
+from baechi.runtime.batched_calls import ModelWithLoss
 from baechi.tracing.batch_dimension import BatchDimensions, batch_dimensions
 from baechi.tracing.calling_convention import canonical_call
 
@@ -32,7 +32,7 @@ def dimensions(
     forward: Callable[..., Any], shape: tuple[int, ...] = (3, 4), dim: int = 0, loss: Any = None
 ) -> BatchDimensions:
     model = Model(forward)
-    module, kwargs = (model, {}) if loss is None else (LossModule(model, loss), {})
+    module, kwargs = (model, {}) if loss is None else (ModelWithLoss(model, loss), {})
     kwargs = {} if loss is None else {"targets": torch.randn(shape)}
     call = canonical_call(module, (torch.randn(shape),), kwargs)
     call = replace(call, dims=(dim,) * len(call.tensors))

@@ -144,7 +144,7 @@ def check_microbatches(
 
 
 @final
-class LossModule(nn.Module):
+class ModelWithLoss(nn.Module):
     """A model and its loss, as one module: what a step runs.
 
     Args:

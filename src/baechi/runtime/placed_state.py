@@ -33,8 +33,8 @@ from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.batched_calls import (
     TARGETS,
     BatchWeights,
-    LossModule,
     Microbatches,
+    ModelWithLoss,
     key_of_loss,
     train,
 )
@@ -347,7 +347,7 @@ class PlacedState:
                 oldest = self.steps.pop(next(iter(self.steps)))
                 for special in oldest.specializations:
                     special.close()
-            self.steps[key] = Entry(LossModule(self.model, loss), "", self)
+            self.steps[key] = Entry(ModelWithLoss(self.model, loss), "", self)
         self.steps[key].module.training = self.model.training
         return self.steps[key]
 
