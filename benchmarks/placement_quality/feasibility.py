@@ -186,7 +186,9 @@ def _sized(name: str, graph: OpGraph, planted: Placement, devices: int) -> Hidde
     ample = _ample(graph, devices).cluster
     flying = sum(simulate(bare, ample, _of(bare, planted)).peak_bytes)
     held = sum(op.persistent_bytes for op in graph.ops)
-    scaled = [replace(op, persistent_bytes=op.persistent_bytes * flying // held) for op in graph.ops]
+    scaled = [
+        replace(op, persistent_bytes=op.persistent_bytes * flying // held) for op in graph.ops
+    ]
     graph = replace(graph, ops=tuple(scaled))
     planted = _of(graph, planted)
     schedule = simulate(graph, ample, planted)
@@ -213,7 +215,8 @@ def main() -> None:
     print("| problem | " + " | ".join(f"{effort} | s" for effort in efforts) + " |")
     print("|---" * (1 + 2 * len(efforts)) + "|")
     for number, made in enumerate(problems(arguments.seeds, arguments.first), arguments.first):
-        if made.name.split()[1].strip(',') not in arguments.shapes: continue
+        if made.name.split()[1].strip(",") not in arguments.shapes:
+            continue
         problem = Problem(made.graph, made.cluster)
         cells = []
         for effort in efforts:
@@ -231,8 +234,10 @@ def main() -> None:
     for effort in efforts:
         found = ratios[effort]
         mean = f"{statistics.geometric_mean(found):.3f}" if found else "-"
-        print(f"{effort}: {len(found)} of {arguments.seeds} found, step / planted {mean}, "
-              f"missed {missed[effort]}")
+        print(
+            f"{effort}: {len(found)} of {arguments.seeds} found, step / planted {mean}, "
+            f"missed {missed[effort]}"
+        )
 
 
 if __name__ == "__main__":

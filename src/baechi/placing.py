@@ -33,21 +33,22 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
+from baechi.runtime.batched_calls import BatchSpec, ModelWithLoss, check_microbatches
 from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
-from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.step_measurement import compare
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
-from baechi.runtime.weights import Weights
+from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
+from baechi.tracing.batch_dimension import batch_dimensions
 from baechi.tracing.calling_convention import Call, canonical_call, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
@@ -80,6 +81,8 @@ def place(
     dynamic: Dynamic = True,
     weights: Any = None,
     convert_weights: bool = False,
+    microbatches: int | None = None,
+    batch: BatchSpec | None = None,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -127,6 +130,11 @@ def place(
             tensors, or functions that make them. They are read when the first call is placed, each
             to its device; what that call does not use goes where most memory is left.
         convert_weights: Whether weights are converted to the dtypes that the model has.
+        microbatches: Number of micro-batches into which every call is cut, so that devices work on
+            several at once (docs/pipelining.md). `verify`, `guard`, `compile`, `cuda_graphs` and
+            `dynamic` do nothing then, or are refused.
+        batch: Their dimension in the arguments that have one, by name, such as `{"x": 1}`; by
+            default the first one of all tensors that are as long as the first.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -160,6 +168,12 @@ def place(
         loader.check(model)
     elif convert_weights:
         raise InputError("convert_weights=True is for weights=..., which was not given.")
+    cutting = check_microbatches(
+        *(microbatches, batch),
+        verify=verify,
+        compile=compile,
+        cuda_graphs=cuda_graphs,
+    )
     target = memory_target(checkpoint)
     cluster = with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -169,6 +183,7 @@ def place(
         check_wish(cuda_graphs, places)
         cluster = tape_links(cluster)
     dynamic, say = check_dynamic(dynamic), _say if progress else lambda _: None
+    dynamic = dynamic if cutting.n == 1 else False
     planner = _Planner(
         cluster=cluster,
         places=places,
@@ -188,6 +203,8 @@ def place(
         traces=CallTraces(dynamic, say),
         say=say,
         weights=loader,
+        microbatches=cutting.n,
+        model=model,
     )
     if loader is not None and verify and len(set(places)) > 1:
         raise InputError(
@@ -195,10 +212,10 @@ def place(
             "brings it. Verify a smaller model of this class, or place this one from its weights "
             "in memory."
         )
-    state = PlacedState(model, places, planner, max_shapes)
+    state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(state.root, call)
+        state.special(state.root, cutting.split(call)[0])
     return installed(state)
 
 
@@ -232,6 +249,8 @@ class _Planner:
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
     weights: Weights | None
+    microbatches: int
+    model: nn.Module
     traces: CallTraces
     say: Callable[[str], None]
 
@@ -272,13 +291,18 @@ class _Planner:
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
                 return taken
+            loss, batches, dims = isinstance(model, ModelWithLoss), 1, None
+            if loss or model is self.model:
+                batches = self.microbatches
+            if batches > 1:
+                dims = batch_dimensions(traced, model, call, loss=loss, say=self.say)
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
             shapes = self.traces.references(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
-                    traced if shapes is None else sized(traced, shapes[0]), homes
+                    traced if shapes is None else sized(traced, shapes[0]), homes, batches
                 )
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
@@ -286,7 +310,9 @@ class _Planner:
                 self.say("reading weights")
                 self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
-            special = self._executable(traced, graph, placement)
+            special = self._executable(
+                *(traced, graph, placement), batches=batches, own_loss=loss, dimensions=dims
+            )
             special = self._guarded(special, homes)
             placement = special.placement
             special.note = self.traces.note(model, call, kin)
@@ -304,12 +330,16 @@ class _Planner:
                 verify(unsplit, special, call)
             return special
 
-    def _executable(self, traced: Traced, graph: OpGraph, placement: Placement) -> Executable:
+    def _executable(
+        self, traced: Traced, graph: OpGraph, placement: Placement, **microbatches: Any
+    ) -> Executable:
         special = executable(
             *(traced, placement, None, graph, self.cluster),
             *(self.threads, self.compile, self.cuda_graphs),
+            **microbatches,
         )
-        if not self.needs_runtime and len(set(placement.devices)) == 1:
+        plain = special.batches == 1 and not special.own_loss and not self.needs_runtime
+        if plain and len(set(placement.devices)) == 1:
             peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
             if not overflows(Schedule((), (), peaks), self.cluster, self.constraints):
                 special.unsplit_on = self.places[placement.devices[0]]
@@ -319,7 +349,8 @@ class _Planner:
     def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
         """What is faster by measurement: a split, or all on the best device, where that fits."""
         traced, graph = split.traced, cast(OpGraph, split.graph)
-        if not self.guard or self.checkpoint or len(set(split.placement.devices)) == 1:
+        cut = split.batches > 1 or split.own_loss
+        if not self.guard or self.checkpoint or cut or len(set(split.placement.devices)) == 1:
             return split
         constraints = pinned(traced, self.cluster, homes, self.constraints)
         try:
@@ -340,14 +371,17 @@ class _Planner:
     @property
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
-        wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads)
+        cut = self.microbatches > 1
+        wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads, cut)
         return any(wish not in (False, None) for wish in wishes)
 
     @property
     def _gpus(self) -> list[str | None]:
         return list(gpus_of(self.places))
 
-    def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement, Any]:
+    def _solved(
+        self, traced: Traced, homes: ParameterDevices, batches: int
+    ) -> tuple[OpGraph, Placement, Any]:
         """The graph, its placement, and what runs forward again in it.
 
         Parameters and buffers are where earlier calls put them.
@@ -364,6 +398,8 @@ class _Planner:
             )
 
         again: Any = None if limited else self.checkpoint
+        if isinstance(traced.module.model, ModelWithLoss) and not isinstance(again, bool | None):
+            again = [f"model.{path}" for path in ([again] if isinstance(again, str) else again)]
         if self.checkpoint is None and self.training:
             again = checkpointed_by_the_model(traced) or None
             if again:
@@ -393,6 +429,7 @@ class _Planner:
                     effort=self.effort,
                     constraints=constraints,
                     replayed=self.cuda_graphs is not False,
+                    microbatches=batches,
                 )
                 return graph, placement, again
             except (InfeasibleError, InputError) as error:

@@ -289,6 +289,17 @@ def test_solve_takes_an_effort(effort):
 
 
 @pytest.mark.usefixtures("files")
+def test_solve_and_report_of_micro_batches():
+    text = run("solve", "a.graph.json", "cluster.json", "--microbatches", 3, "-o", "p.json")
+    assert "One step of 3 micro-batches" in text
+    assert baechi.load("p.json") == baechi.solve(GRAPH, CLUSTER, microbatches=3)
+    run("simulate", "a.graph.json", "cluster.json", "p.json", "-o", "s.json")
+    run("report", "a.graph.json", "cluster.json", "p.json", "--schedule", "s.json",
+        "--trace", "t.json")  # fmt: skip
+    assert '"forward of batch 2"' in Path("t.json").read_text()
+
+
+@pytest.mark.usefixtures("files")
 def test_solve_and_simulate_under_constraints():
     baechi.dump(Constraints({"op0": "device2"}, max_devices=3), "rules.json")
     run("solve", "a.graph.json", "--devices", 4, "--memory", "150", "--constraints", "rules.json",

@@ -104,6 +104,30 @@ def test_renaming_and_permuting_devices_changes_no_path(data, graph, cluster):
     assert before == after
 
 
+@given(st.data(), graphs(grouped=False), clusters(max_devices=3, whole=True))
+def test_the_bound_of_pinned_ops_passes_no_schedule_of_them(data, graph, cluster):
+    placement = data.draw(placements(graph, cluster))
+    names = [device.name for device in cluster.devices]
+    pinned = data.draw(st.sets(st.sampled_from(range(len(graph.ops))))) if graph.ops else ()
+    limits = Constraints(pins={graph.ops[op].name: names[placement.devices[op]] for op in pinned})
+    schedule = simulate(graph, cluster, placement, limits)
+    bound = parts(Problem(graph, cluster, limits)).get("pinned", 0)
+    if not overflows(schedule, cluster):
+        assert bound <= schedule.makespan_ns
+
+
+def test_the_bound_of_pinned_ops_is_work_between_what_comes_before_and_after():
+    """b and c are on the second device, after a and its transfer, and before d on the first."""
+    graph = OpGraph(
+        (Op("a", 5), Op("b", 3), Op("c", 4), Op("d", 6)),
+        (Tensor(0, (1, 2), 20), Tensor(1, (3,), 0), Tensor(2, (3,), 0)),
+    )
+    rows = {"a": "device0", "b": "device1", "c": "device1", "d": "device0"}
+    bounds = parts(Problem(graph, uniform(2), Constraints(pins=rows)))
+    assert bounds["pinned"] == 5 + (10 + 20) + (3 + 4) + 10 + 6
+    assert "pinned" not in parts(Problem(graph, uniform(2)))
+
+
 def uniform(n, memory=100):
     return Cluster.uniform(n, memory, LINK)
 

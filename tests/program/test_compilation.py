@@ -16,8 +16,8 @@ from steps import case
 
 import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
+from baechi.problem.cutting import tapes_of
 from baechi.program.compilation import compile_program, instant_ops
-from baechi.program.cutting import tapes_of
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import Copy, Free, Place, Program, Run, Segment, Wait
 from baechi.storage.serialization import dumps, loads

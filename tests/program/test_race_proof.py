@@ -1,6 +1,9 @@
 """The checker objects to every race and to nothing else: it agrees with all interleavings."""
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import program_oracle
@@ -27,18 +30,29 @@ from baechi.records.instructions import (
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3) -> Program:
+def programs(draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3, batches: int = 1) -> Program:
     graph = draw(strategies.steps(max_ops, again=draw(st.booleans())))
     cluster = draw(strategies.clusters(max_devices, whole=True))
     placement = draw(strategies.placements(graph, cluster))
     in_turn = draw(st.sets(st.integers(0, max_ops - 1)))
+    seed = draw(st.integers(0, 99))
     return compile_program(
         graph,
         placement,
         instant=instant_ops(graph),
         copy_lanes=draw(st.booleans()),
         in_turn=in_turn,
+        batches=batches,
+        joined=batches == 1 or draw(st.booleans()),
+        order=partial(shuffled_turns, batches, seed),
     )
+
+
+def shuffled_turns(batches: int, seed: int, rows: Sequence[object]) -> list[tuple[int, int]]:
+    """All turns in any order."""
+    turns = [(row, batch) for row in range(len(rows)) for batch in range(batches)]
+    random.Random(seed).shuffle(turns)
+    return turns
 
 
 def objection(program: Program) -> str:
@@ -76,6 +90,21 @@ def test_dropping_what_is_no_wait_is_never_harmless(program: Program) -> None:
     for text, mutant in program_oracle.mutants(program):
         if text.startswith(("dropped Run", "dropped Copy", "dropped Free")):
             assert objection(mutant), text
+
+
+@given(program=programs(max_ops=4, max_devices=2, batches=2))
+def test_programs_of_two_batches_pass_and_no_interleaving_goes_wrong(program: Program) -> None:
+    check_program(program)
+    assert not program_oracle.fault(program)
+
+
+@given(program=programs(max_ops=3, max_devices=2, batches=2))
+def test_mutants_of_two_batches_are_objected_to_or_harmless(program: Program) -> None:
+    """With another batch in an instruction, too: what is of one batch is of no other."""
+    mutants = [*program_oracle.mutants(program), *program_oracle.other_batches(program)]
+    for text, mutant in mutants:
+        said, seen = objection(mutant), program_oracle.fault(mutant)
+        assert bool(said) == bool(seen), f"{text}: checker {said!r}, oracle {seen!r}"
 
 
 def two_devices() -> Program:

@@ -29,6 +29,7 @@ from baechi import (
     simulate,
     solve,
 )
+from baechi.problem.microbatches import segments_of
 from baechi.problem.simulation import memory_profile, peak_holdings
 from baechi.reporting import Plan, text_report, write_html, write_trace
 from baechi.reporting.figures import (
@@ -410,6 +411,57 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
     assert (2, 0.04, 241) in memory
     first = next(e for e in events if e["ph"] == "X")
     assert first["args"]["source"] == "toy.py:3 forward: a = <x>"
+
+
+# Two batches: a of the second runs while b of the first does.
+TURNS = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (1, 1))
+PIPELINED = replace(
+    PLACEMENT, order=(0, 1, 2), microbatches=2, turns=tuple(sorted(TURNS, key=lambda t: t[1]))
+)
+
+
+def pipelined_plan():
+    segments = segments_of(GRAPH, PIPELINED)
+    assert segments == ((0,), (1,), (2,))
+    return Plan(GRAPH, CLUSTER, PIPELINED, simulate(GRAPH, CLUSTER, PIPELINED), TRACED)
+
+
+def test_a_plan_of_micro_batches_is_of_all_and_knows_one():
+    plan = pipelined_plan()
+    assert plan.microbatches == 2
+    assert plan.placement.devices == (0, 1, 0) * 2
+    assert plan.sources == Plan(*PARTS, TRACED).sources * 2
+    assert plan.one.graph is GRAPH
+    assert plan.one.schedule == SCHEDULE
+    text = " ".join(str(text_report(plan)).split())
+    assert "One step of 2 micro-batches takes" in text
+    assert "3 segments take turns" in text
+    assert "one micro-batch after the other would take 120 ns" in text
+    assert "micro-batch" not in str(text_report(Plan(*PARTS, TRACED)))
+
+
+def test_a_trace_of_micro_batches_has_their_turns():
+    plan = pipelined_plan()
+    events = trace_events(plan)
+    turns = [e for e in events if e.get("cat") == "turn"]
+    assert [(e["args"]["segment"], e["args"]["batch"]) for e in turns] == list(PIPELINED.turns)
+    assert {e["name"] for e in turns} == {"forward of batch 0", "forward of batch 1"}
+    assert len({e["cname"] for e in turns}) == 2
+    spans = {s.op: s for s in plan.schedule.spans}
+    assert [(e["pid"], e["ts"], e["dur"]) for e in turns] == [
+        (s.device + 1, s.start_ns / 1000, (s.end_ns - s.start_ns) / 1000)
+        for segment, batch in PIPELINED.turns
+        for s in [spans[3 * batch + segment]]
+    ]
+    batches = [(e["name"], e["args"]["batch"]) for e in events if e.get("cat") == "compute"]
+    assert ("h.0/a", 0) in batches
+    assert ("h.0/a@1", 1) in batches
+
+
+@drawn
+def test_a_page_of_micro_batches_draws_the_graph_once(tmp_path):
+    write_html(tmp_path / "plan.html", pipelined_plan())
+    assert "h.0/a@1" in (tmp_path / "plan.html").read_text()
 
 
 # One host launches a, b and c in 0 to 30, 30 to 60 and 60 to 90; nothing waits for anything else.

@@ -9,7 +9,7 @@ from seeds import some
 from torch import nn
 
 import baechi
-from baechi.runtime.parameter_devices import pinned
+from baechi.runtime.weights import pinned
 
 LINK = baechi.Link(1000, 10**9)
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from baechi.records.instructions import Copy, Free, Instruction, Phase, Place, Program, Run, Wait
 
 Position = tuple[int, ...]
-GRAPH = -2
+# Places of no tensor: the graph of a tape that runs again, and what a tape's forward leaves.
+GRAPH, LEFT = -2, -3
 
 
 def touched(
@@ -21,18 +22,28 @@ def touched(
     match row:
         case Run():
             segment = program.phases[number].segments[row.segment]
-            reads = {Place(t, segment.device) for t in segment.reads}
-            writes = {Place(t, segment.device) for t in segment.writes}
-            graphs = {Place(t, GRAPH) for t in segment.tapes if program.tapes[t].again >= 0}
+            batch = row.batch
+            reads = {Place(t, segment.device, batch) for t in segment.reads}
+            writes = {Place(t, segment.device, batch) for t in segment.writes}
+            again = {t for t in segment.tapes if program.tapes[t].again >= 0}
+            graphs = {Place(t, GRAPH, batch) for t in again}
+            left = {Place(t, LEFT, batch) for t in segment.tapes}
             if segment.again:
                 writes |= graphs
-            elif number:
+            elif segment.backward:
                 reads |= graphs
+                left -= {Place(t, LEFT, batch) for t in again}
+            if any(not row.backward for row in program.phases[number].segments):
+                if segment.backward:
+                    reads |= left
+                elif program.is_training and len(program.phases) == 1:
+                    writes |= left
             return reads, writes, set()
         case Copy():
-            return {Place(row.tensor, row.src)}, {Place(row.tensor, row.dst)}, set()
+            src, dst = (Place(row.tensor, d, row.batch) for d in (row.src, row.dst))
+            return {src}, {dst}, set()
         case Free():
-            return set(), set(), {Place(row.tensor, row.device)}
+            return set(), set(), {Place(row.tensor, row.device, row.batch)}
     return set(), set(), set()
 
 
@@ -74,11 +85,39 @@ def _fault(program: Program, number: int) -> str:
             if after not in there:
                 there[after] = (memory | writes) - frees
                 left.append(after)
-    ran = sorted(row.segment for rows in lanes for row in rows if isinstance(row, Run))
-    if ran != list(range(len(phase.segments))):
+    ran = sorted((r.segment, r.batch) for rows in lanes for r in rows if isinstance(r, Run))
+    batches = range(program.batches)
+    if ran != [(segment, batch) for segment in range(len(phase.segments)) for batch in batches]:
         return f"ran {ran}"
-    left_over = {place for place in there[end] if place.device != GRAPH}
-    return "" if left_over == set(phase.kept) else f"in the end {left_over}"
+    left_over = {place for place in there[end] if place.device not in (GRAPH, LEFT)}
+    if left_over != set(phase.kept):
+        return f"in the end {left_over}"
+    return _out_of_order(program, number) if program.batches > 1 else ""
+
+
+def _out_of_order(program: Program, number: int) -> str:
+    """What is not in the order of batches, or of segments in a batch; empty if nothing is.
+
+    Updates of state are ordered, so that those of any launch order are those of all.
+    """
+    phase, sign = program.phases[number], -1 if number else 1
+    position = [0] * len(phase.lanes)
+    last: dict[object, int] = {}
+    for lane in phase.launch:
+        row = phase.lanes[lane][position[lane]]
+        position[lane] += 1
+        if not isinstance(row, Run):
+            continue
+        segment = phase.segments[row.segment]
+        keys: dict[object, int] = {("segment", row.segment): sign * row.batch}
+        keys["lane", lane, row.batch, segment.backward] = row.segment
+        if not segment.again:
+            keys |= {("state", state): sign * row.batch for state in segment.updates}
+        for key, value in keys.items():
+            if value < last.get(key, value):
+                return f"{row} is late for {key}"
+        last |= keys
+    return ""
 
 
 def _may_go(row: Instruction, position: Position, lanes: Sequence[Sequence[Instruction]]) -> bool:
@@ -98,6 +137,18 @@ def mutants(program: Program) -> Iterator[tuple[str, Program]]:
                     lanes = (*phase.lanes[:lane], other, *phase.lanes[lane + 1 :])
                     text = f"swapped {row} and {rows[position + 1]}"
                     yield text, _with(program, number, replace(phase, lanes=lanes))
+
+
+def other_batches(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program with any one instruction for the other of two batches."""
+    for number, phase in enumerate(program.phases):
+        for lane, rows in enumerate(phase.lanes):
+            for position, row in enumerate(rows):
+                if not isinstance(row, Wait):
+                    other = replace(row, batch=1 - row.batch)
+                    changed = (*rows[:position], other, *rows[position + 1 :])
+                    lanes = (*phase.lanes[:lane], changed, *phase.lanes[lane + 1 :])
+                    yield f"{other}", _with(program, number, replace(phase, lanes=lanes))
 
 
 def _with(program: Program, number: int, phase: Phase) -> Program:

@@ -168,6 +168,10 @@ def solve(
     constraints: ConstraintsOption = None,
     max_devices: MaxDevicesOption = None,
     pin: PinOption = None,
+    microbatches: Annotated[
+        int,
+        typer.Option(min=1, help="Run the graph so many times in a step: it is of a micro-batch."),
+    ] = 1,
 ) -> None:
     """Decide which device runs which operator, and in what order.
 
@@ -175,11 +179,14 @@ def solve(
     memory. If no placement fits, prints what is missing and exits with code 3. The cluster comes
     from `baechi probe`, from your scheduler, or from `--devices`.
 
+    With `--microbatches` the devices take turns with several runs of the graph, as in a pipeline.
+
     For example:
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
+        baechi solve gpt2.graph.json --devices 4 --microbatches 8
     """
     from baechi.reporting import Plan, text_report
 
@@ -202,7 +209,14 @@ def solve(
             target = load(cluster, Cluster)
     operators = load(graph, OpGraph)
     limits = _limits_of(constraints, max_devices, pin)
-    placement = baechi.solve(operators, target, placer, effort=effort, constraints=limits)
+    placement = baechi.solve(
+        operators,
+        target,
+        placer,
+        effort=effort,
+        constraints=limits,
+        microbatches=microbatches,
+    )
     schedule = baechi.simulate(operators, target, placement, limits)
     show(text_report(Plan(operators, target, placement, schedule)))
     write(placement, out)

@@ -91,7 +91,7 @@ def _splits(
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
     loads = live_loads(problem, order)
     rows = [
-        (devices, caps, *_blocks(problem, row, costs, max(2, int((work / len(devices)) ** 0.5))))
+        (devices, caps, *blocks_of(problem, row, costs, max(2, int((work / len(devices)) ** 0.5))))
         for devices, caps in _rows_of_devices(problem, int(loads.sum(axis=1).max(initial=0)))
     ]
 
@@ -135,7 +135,7 @@ def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...],
     return list(rows)
 
 
-def _blocks(
+def blocks_of(
     problem: Problem, row: tuple[int, ...], costs: NDArray[np.int64], most: int
 ) -> tuple[int, NDArray[np.int32]]:
     """The number of blocks, at most about `most`, and the block of every group.

@@ -137,15 +137,15 @@ def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(rows))
 
 
-def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
+def live_loads(problem: Problem, order: Sequence[int], copies: int = 1) -> NDArray[np.int64]:
     """Bytes held by every group at some moments of a step that runs the ops in that order.
 
     Copies on other devices do not count. The moments are those with the largest sum in `_MOMENTS`
     stretches of the order: a row per moment, a column per group. A single moment without bytes
-    where any device holds the whole graph.
+    where any device holds so many copies of the whole graph.
     """
     n, groups = len(order), len(problem.group_ops)
-    if sum(problem.group_bytes) <= min(problem.pool_memory):
+    if copies * sum(problem.group_bytes) <= min(problem.pool_memory):
         return np.zeros((1, groups), np.int64)
     position = np.empty(n, np.int64)
     position[list(order)] = np.arange(n)

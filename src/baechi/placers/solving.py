@@ -19,15 +19,17 @@ from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
+from baechi.placers.pipelines import pipelined
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
+from baechi.placers.turn_orders import ordered_turns
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.units import format_bytes
-from baechi.validation import INT64_MAX, FrozenDict
+from baechi.validation import INT64_MAX, FrozenDict, check_positive
 
 # Stands for all devices.
 EVERY: Final = -1
@@ -51,6 +53,7 @@ def solve(
     *,
     effort: str | None = None,
     constraints: Constraints | None = None,
+    microbatches: int = 1,
 ) -> Placement:
     """A valid placement of the graph on the cluster: it fits, and its order is topological.
 
@@ -65,6 +68,8 @@ def solve(
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is the effort
             of an `Auto` value, and `"balanced"` for any other placer.
         constraints: Constraints besides memory.
+        microbatches: How many times a step runs the graph, which is that of one micro-batch; the
+            placement then has their turns (`placers/pipelines.py`).
 
     Raises:
         InfeasibleError: No placement was found; the text says whether that is proved, and names
@@ -88,7 +93,34 @@ def solve(
         _explain(problem, placer, effort)
     if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
-    return placement
+    if check_positive(microbatches, "microbatches") == 1:
+        return placement
+    found = pipelined(graph, problem, placement, placer, effort, microbatches)
+    if found is None:
+        _explain_copies(graph, problem, placement, microbatches)
+    return found
+
+
+def _explain_copies(
+    graph: OpGraph, problem: Problem, placement: Placement, microbatches: int
+) -> NoReturn:
+    """Raise the error that names the memory that one micro-batch leaves too little of."""
+    cluster, limits = problem.cluster, problem.constraints
+    rhythm = ordered_turns(graph, cluster, placement, microbatches, constraints=limits)
+    rows = zip(rhythm.peak_bytes, problem.device_memory, range(len(cluster.devices)), strict=True)
+    missing, device = max((peak - memory, -device) for peak, memory, device in rows)
+    name = cluster.devices[-device].name
+    raise _infeasible(
+        problem,
+        f"one micro-batch fits, but not {microbatches}: {name} would need {format_bytes(missing)} "
+        "more for what all of them leave, or for gradients before they are added. Give it more, "
+        "or make fewer or smaller micro-batches.",
+        placement.devices.index(-device),
+        missing,
+        problem.device_memory,
+        missing,
+        name,
+    )
 
 
 def _warn_of_kinds(graph: OpGraph, cluster: Cluster) -> None:

@@ -22,6 +22,8 @@ _FOREVER: Final = np.iinfo(np.int64).max
 # Time grows with the square of the sites.
 _MOST_SITES: Final = 8
 _NAMES: Final = ("path", "work", "guess")
+# Below it doubles hold every sum of whole ns.
+_EXACT: Final = 2**53
 
 
 def lower_bound_ns(problem: Problem) -> int:
@@ -41,8 +43,40 @@ def parts(problem: Problem) -> dict[str, int]:
     if sites.allowed.any(axis=0).all():
         found = _parts(problem, sites)
         if max(found.values()) < _FOREVER:
-            return found | _host(problem)
+            return found | _host(problem) | _pinned(problem)
     return _parts(problem, _Sites(problem, limited=False)) | _host(problem)
+
+
+def _pinned(problem: Problem) -> dict[str, int]:
+    """The work that only one device may do, with the shortest paths to and from it."""
+    alone = problem.allowed.sum(axis=0) == 1
+    if problem.constraints is None or not alone.any():
+        return {}
+    arrays, pools = problem.arrays, problem.device_pool
+    group = arrays.op_group
+    home = np.where(alone, problem.allowed.argmax(axis=0), -1)[group]
+    rows = problem.durations[problem.device_class[home], np.arange(arrays.ops)]
+    times = np.where(home >= 0, rows, problem.durations.min(axis=0))
+    makers, readers = arrays.edges()
+    sizes, length = arrays.per_consumer(arrays.nbytes), np.zeros(len(makers))
+    parted = (home[makers] != home[readers]) & (home[makers] >= 0) & (home[readers] >= 0)
+    for edge in np.flatnonzero(parted).tolist():
+        src, dst = int(home[makers[edge]]), int(home[readers[edge]])
+        link = problem.cluster.links[src][dst]
+        # Another device of the reader's pool may have received it.
+        if link is not None and len(problem.pool_devices[pools[dst]]) == 1:
+            length[edge] = link.transfer_ns(int(sizes[edge]))
+    if sum(times.tolist()) + sum(length.tolist()) >= _EXACT:
+        return {}
+    order = np.argsort(makers, kind="stable")
+    ends = (makers[order], readers[order], length[order])
+    heads, tails = (np.array(row) for row in _core.longest_paths(times.astype(np.float64), *ends))
+    loads = [
+        int(heads[own].min() + times[own].sum() + tails[own].min())
+        for own in (home == device for device in range(len(pools)))
+        if own.any()
+    ]
+    return {"pinned": max(loads)}
 
 
 def _host(problem: Problem) -> dict[str, int]:

@@ -24,10 +24,11 @@ Complexity: O((ops + tensors) log ops) per round, and a handful of rounds.
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Final, final
+from itertools import pairwise, repeat
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,9 +83,7 @@ class Coarse:
         tensors that never leave it; all other tensors are the coarse graph's.
         """
         fine, part_of = self.problem.arrays, self.part_of
-        workspace, tensors, begin, consumers = _core.coarse_arrays(
-            self.problem.core, part_of, len(self.group_of)
-        )
+        workspace, tensors, begin, consumers = self._contracted
         return GraphArrays(
             times=self._sums(fine.times),
             kind_times={kind: self._sums(row) for kind, row in fine.kind_times.items()},
@@ -100,6 +99,16 @@ class Coarse:
         )
 
     @cached_property
+    def _contracted(self) -> tuple[NDArray[Any], ...]:
+        """Workspace of the parts; the fine tensors that leave theirs, and the parts that read."""
+        return _core.coarse_arrays(self.problem.core, self.part_of, len(self.group_of))
+
+    @property
+    def tensors(self) -> NDArray[np.int32]:
+        """The fine tensor of every coarse tensor."""
+        return self._contracted[1]
+
+    @cached_property
     def digest(self) -> str:
         """The sha256 of the fine graph's digest and of the parts."""
         parts = self.part_of.tobytes() + self.group_of.tobytes()
@@ -108,27 +117,8 @@ class Coarse:
     @cached_property
     def graph(self) -> OpGraph:
         """The coarse graph as values; a coarse op is named after its first member."""
-        fine, arrays = self.problem.graph, self.arrays
-        consumers, bounds = arrays.consumers.tolist(), arrays.consumer_begin.tolist()
-        ops = map(
-            Op,
-            [fine.ops[row[0]].name for row in self.members],
-            arrays.times.tolist(),
-            arrays.persistent.tolist(),
-            arrays.workspace.tolist(),
-            self._group_names(),
-        )
-        rows = zip(ops, arrays.launch.tolist(), strict=True)
-        launched = tuple(replace(op, launch_ns=ns) if ns else op for op, ns in rows)
-        tensors = map(
-            Tensor,
-            arrays.producer.tolist(),
-            [tuple(consumers[i:j]) for i, j in pairwise(bounds)],
-            arrays.nbytes.tolist(),
-            arrays.kept.astype(np.bool_).tolist(),
-        )
-        times = {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()}
-        return OpGraph(launched, tuple(tensors), times)
+        names = [self.problem.graph.ops[row[0]].name for row in self.members]
+        return graph_of(self.arrays, names, self._group_names())
 
     def lumped(self) -> Problem:
         """The coarse graph on the same cluster; a group may go where those in it may."""
@@ -177,3 +167,30 @@ def coarsen(problem: Problem) -> Coarse:
     limit = int(problem.largest_memory.max(initial=0)) // _GROUPS_PER_DEVICE
     parts = _core.coarsen(problem.core, idle.astype(np.uint8), problem.group_colors, limit)
     return Coarse(problem, *parts)
+
+
+def graph_of(arrays: GraphArrays, names: Sequence[str], groups: Sequence[str | None]) -> OpGraph:
+    """The graph of these columns, with a name and a group for every op."""
+    consumers, bounds = arrays.consumers.tolist(), arrays.consumer_begin.tolist()
+    ops = map(
+        Op,
+        names,
+        arrays.times.tolist(),
+        arrays.persistent.tolist(),
+        np.maximum(arrays.workspace, 0).tolist(),
+        groups,
+        repeat(0),
+        np.maximum(-arrays.workspace, 0).tolist(),
+        repeat("forward"),
+        repeat(()),
+        arrays.launch.tolist(),
+    )
+    tensors = map(
+        Tensor,
+        arrays.producer.tolist(),
+        [tuple(consumers[i:j]) for i, j in pairwise(bounds)],
+        arrays.nbytes.tolist(),
+        arrays.kept.astype(np.bool_).tolist(),
+    )
+    times = {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()}
+    return OpGraph(tuple(ops), tuple(tensors), times)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.bounds import lower_bound_ns
+from baechi.problem.microbatches import copies_of
 from baechi.problem.problem_arrays import Problem, listed
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
@@ -129,6 +130,8 @@ def simulate(
 ) -> Schedule:
     """The schedule of a placement, exactly as a placer predicts it.
 
+    That of several micro-batches is of the ops of `copies_of`: op i of batch b is
+    `b * len(graph.ops) + i`.
     It may exceed the memory: see `peak_bytes` and `overflows`. Complexity: linear in ops and
     tensors except for sorting events near a memory's peak; the lower bound is computed on first
     access.
@@ -145,6 +148,9 @@ def simulate(
             f"the placement is for graph {placement.graph_digest[:12]}..., but this is "
             f"{graph.digest[:12]}...; solve again, or load the graph that it was made for."
         )
+    if placement.microbatches > 1:
+        graph, placement = copies_of(graph, placement)
+        problem = Problem(graph, cluster, constraints)
     return schedule_of(problem, replay(problem, placement.devices, placement.order))
 
 

@@ -1,19 +1,24 @@
 """Compilation of a placement into a program: instructions per lane, with waits and frees.
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
-2. `_Writer` writes the instructions of a phase in launch order. It keeps a vector clock per lane:
+2. With micro-batches every piece has a turn for each. `_in_order` takes the order of turns that was
+   asked for, but for what has to be in order: data, writes of state, sums of gradients.
+3. `_Writer` writes the instructions of a phase in launch order. It keeps a vector clock per lane:
    the number of instructions of every lane that have ended before its next one. `docs/runtime.md`
    (Waits and frees) says where it writes these.
 
 Complexity: O((instructions + reads) * lanes), with a binary search per free.
 """
 
+import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
 from typing import Final, TypeAlias, final
 
-from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
+from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
     Copy,
@@ -32,6 +37,8 @@ from baechi.records.placement import Placement, Schedule
 
 # The instructions of every lane, and the lanes in launch order of the instructions.
 Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
+Turns: TypeAlias = Sequence[tuple[int, int]]  # (piece, micro-batch)
+Order: TypeAlias = Callable[[Sequence[Sequence[int]]], Turns]
 _STATE: Final = -1  # the "device" of state updated in place: the device of its readers
 
 
@@ -44,6 +51,10 @@ def compile_program(
     one_thread: bool = False,
     in_turn: Sequence[int] = (),
     schedule: Schedule | None = None,
+    batches: int = 1,
+    joined: bool = True,
+    writers: Set[int] | None = None,
+    order: Order | None = None,
 ) -> Program:
     """The program of a placement of this step.
 
@@ -61,15 +72,31 @@ def compile_program(
             those that draw from one random generator.
         schedule: Schedule of the placement. The launch order is then the clock's, and pieces end
             where the clock sends something: with one thread no device exceeds the predicted memory.
+        batches: Number of micro-batches.
+        joined: Whether the caller computes one loss for all, between a phase forward and a phase
+            backward. Else each has a loss of its own, and the step is one phase.
+        writers: Forward operators that write state; with several batches, those that share state
+            with one of these take turns batch by batch. By default all that may share any.
+        order: Makes an order of turns from the operators of every piece: those of the forward, the
+            loss alone, those of the backward. By default batch by batch. In a phase that goes
+            backward alone the last batch is the first.
 
     Raises:
         InputError: The placement is of another step, parts a group, or its order is not
             topological.
     """
     structure.check_placement(placement.devices, placement.order)
-    return _Compiler(
-        structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule
-    ).program()
+    options = (
+        copy_lanes,
+        one_thread,
+        frozenset(in_turn),
+        schedule,
+        batches,
+        joined,
+        writers,
+        order,
+    )
+    return _Compiler(structure, placement, instant, *options).program()
 
 
 def instant_ops(graph: OpGraph) -> Set[int]:
@@ -89,6 +116,10 @@ class _Compiler:
     one_thread: bool
     in_turn: Set[int]
     schedule: Schedule | None
+    batches: int
+    joined: bool
+    writers: Set[int] | None
+    order: Order | None
 
     def program(self) -> Program:
         """The whole program."""
@@ -132,10 +163,15 @@ class _Compiler:
             unit_tapes.setdefault(tape.again, []).append(index)
         for piece, run in zip(pieces[-1], runs[-1], strict=True):
             run += [tape for op in piece.ops if op in step.units for tape in unit_tapes[op]]
-        phases = [
-            self._phase(number, set(orders[number]), row, runs[number], tapes, len(lanes))
+        drafts = [
+            self._draft(number, set(orders[number]), row, runs[number], tapes)
             for number, row in enumerate(events)
         ]
+        ops = [[piece.ops for piece in row] for row in pieces]
+        written = [draft.rows for draft in drafts]
+        if self.batches > 1 or not self.joined:
+            drafts, written = self._unrolled(drafts, ops)
+        phases = map(self._phase, drafts, written, repeat(len(lanes)))
         return Program(
             self.placement.graph_digest,
             tuple(op.name for op in step.ops[: step.n_forward]),
@@ -143,7 +179,78 @@ class _Compiler:
             tuple(lanes),
             tuple(tapes),
             tuple(phases),
+            self.batches,
         )
+
+    def _unrolled(
+        self, drafts: list["_Draft"], ops: Sequence[Sequence[tuple[int, ...]]]
+    ) -> tuple[list["_Draft"], list[list[Copy | Run]]]:
+        """The phases, one where every micro-batch has a loss, and their rows for all of these."""
+        n, trains = len(ops[0]), len(drafts) > 1
+        rows = [*ops[0], *([(self.step.n_forward,), *ops[1]] if trains else ())]
+        turns = list(self.order(rows) if self.order else self._batch_by_batch(len(rows)))
+        forward = [(piece, batch) for piece, batch in turns if piece < n]
+        backward = [(piece - n - 1, batch) for piece, batch in turns if piece > n]
+        parts = [forward, backward]
+        if trains and not self.joined:
+            drafts = [drafts[0].followed_by(drafts[1])]
+            parts = [[(at - (at > n), batch) for at, batch in turns if at != n]]
+        written = []
+        for number, (draft, part) in enumerate(zip(drafts, parts, strict=False)):
+            blocks = draft.blocks(self.one_thread)
+            in_order = self._in_order(draft, part, descending=number > 0)
+            written.append(
+                [replace(row, batch=batch) for piece, batch in in_order for row in blocks[piece]]
+            )
+        return drafts, written
+
+    def _batch_by_batch(self, n: int) -> Iterator[tuple[int, int]]:
+        for batch in range(self.batches):
+            yield from ((piece, batch) for piece in range(n))
+
+    def _in_order(self, draft: "_Draft", turns: Turns, *, descending: bool) -> Turns:
+        """The turns, each as early as it was asked for, after those that have to come before it.
+
+        These are of the batch before; of its inputs; on its device, the pieces before it, since
+        they make what sums of gradients begin with; and for state that is written in place, all of
+        the batch before.
+        """
+        batches = range(self.batches)[::-1] if descending else range(self.batches)
+        segments = draft.segments
+        maker = {tensor: i for i, row in enumerate(segments) for tensor in row.writes}
+        forward = {t: i for i, row in enumerate(segments) if not row.backward for t in row.tapes}
+        chains: list[list[tuple[int, int]]] = []
+        states: dict[int, list[int]] = defaultdict(list)
+        homes: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for index, row in enumerate(segments):
+            chains.append([(index, batch) for batch in batches])
+            before = {maker[tensor] for tensor in row.reads if tensor in maker}
+            if row.backward:
+                before |= {forward[tape] for tape in row.tapes if tape in forward}
+            chains += [[(at, batch), (index, batch)] for at in before for batch in batches]
+            homes[row.device, row.backward].append(index)
+            for state in () if row.again else row.updates:
+                states[state].append(index)
+        chains += [[(at, batch) for at in row] for row in homes.values() for batch in batches]
+        chains += [[(at, batch) for batch in batches for at in row] for row in states.values()]
+        after: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        missing: dict[tuple[int, int], int] = defaultdict(int)
+        for chain in chains:
+            for one, two in pairwise(chain):
+                after[one].append(two)
+                missing[two] += 1
+        rank = {turn: i for i, turn in enumerate(turns)}
+        ready = [(rank[turn], turn) for turn in rank if not missing[turn]]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            _, turn = heapq.heappop(ready)
+            found.append(turn)
+            for other in after[turn]:
+                missing[other] -= 1
+                if not missing[other]:
+                    heapq.heappush(ready, (rank[other], other))
+        return found
 
     def _at_once(self, events: Sequence[Event]) -> list[Event]:
         """The same events, each arrival right after the piece that makes its tensor."""
@@ -160,34 +267,48 @@ class _Compiler:
                     rows += arrivals.get(op, [])
         return rows
 
-    def _phase(
+    def _draft(
         self,
         number: int,
         members: Set[int],
         events: Sequence[Event],
         runs: Sequence[Sequence[int]],
         tapes: Sequence[Tape],
-        n_lanes: int,
-    ) -> Phase:
+    ) -> "_Draft":
         tape_of: dict[int, int] = {}
         for index, tape in enumerate(tapes):
             tape_of.update((self.step.twins[op] if number else op, index) for op in tape.ops)
         tape_of.update((op, -1) for op in self.step.units)
         given, values = self._values(members, tape_of)
         kept = (tensor for tensor in sorted(values) if self.step.tensors[tensor].kept)
-        keep = tuple(Place(tensor, self._home(tensor)) for tensor in kept)
+        keep = [Place(tensor, self._home(tensor)) for tensor in kept]
         shared = {} if number else self._shared_state()
         segments: list[Segment] = []
-        writer = _Writer(given, n_lanes, self.copy_lanes, self.one_thread)
+        rows: list[Copy | Run] = []
         for event in events:
             if isinstance(event, Place):
-                writer.copy(Copy(event.tensor, self._home(event.tensor), event.device))
+                rows.append(Copy(event.tensor, self._home(event.tensor), event.device))
             else:
                 tapes_run = runs[len(segments)]
+                rows.append(Run(len(segments)))
                 segments.append(self._segment(number, event, tapes_run, values, shared))
-                writer.run(len(segments) - 1, segments[-1])
-        lanes, launch = writer.written(set(keep))
-        return Phase(tuple(segments), lanes, launch, tuple(given), keep)
+        return _Draft(segments, rows, given, keep)
+
+    def _phase(self, draft: "_Draft", rows: Iterable[Copy | Run], n_lanes: int) -> Phase:
+        """The phase that has these instructions, and waits and frees besides."""
+        batches = range(self.batches)
+        given, kept = (
+            tuple(replace(place, batch=batch) for batch in batches for place in places)
+            for places in (draft.given, draft.kept)
+        )
+        writer = _Writer(given, n_lanes, self.copy_lanes, self.one_thread)
+        for row in rows:
+            if isinstance(row, Copy):
+                writer.copy(row)
+            else:
+                writer.run(row, draft.segments[row.segment])
+        lanes, launch = writer.written(set(kept))
+        return Phase(tuple(draft.segments), lanes, launch, given, kept)
 
     def _home(self, tensor: int) -> int:
         return self.placement.devices[self.step.tensors[tensor].producer]
@@ -231,16 +352,57 @@ class _Compiler:
         if (number == 0 or again) and ran & self.in_turn:
             updates.add(len(self.step.groups))
         read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
-        return Segment(piece.device, tuple(tapes), read, written, updated, again)
+        return Segment(piece.device, tuple(tapes), read, written, updated, again, number > 0)
 
     def _shared_state(self) -> dict[int, int]:
         """The group of every forward operator with others in it, with which it may share state."""
         shared: dict[int, int] = {}
         for index, members in enumerate(self.step.groups.values()):
             forward = [op for op in members if op < self.step.n_forward]
-            if len(forward) > 1:
+            writers = None if self.batches == 1 else self.writers
+            if len(forward) > 1 and (writers is None or not writers.isdisjoint(forward)):
                 shared.update((op, index) for op in forward)
         return shared
+
+
+@final
+@dataclass(frozen=True)
+class _Draft:
+    """The runs and copies of a phase, as they are for one micro-batch."""
+
+    segments: list[Segment]
+    rows: list[Copy | Run]
+    given: list[Place]
+    kept: list[Place]
+
+    def followed_by(self, other: "_Draft") -> "_Draft":
+        """Both as one phase."""
+        n = len(self.segments)
+        later = [Run(n + row.segment) if isinstance(row, Run) else row for row in other.rows]
+        return _Draft(
+            [*self.segments, *other.segments],
+            [*self.rows, *later],
+            [*self.given, *other.given],
+            [*self.kept, *other.kept],
+        )
+
+    def blocks(self, at_once: bool) -> list[list[Copy | Run]]:
+        """The instructions of every turn: copies of what it is the first to read, then its run.
+
+        If `at_once`, before those of what it makes.
+        """
+        found: list[list[Copy | Run]] = [[] for _ in self.segments]
+        maker = {tensor: i for i, row in enumerate(self.segments) for tensor in row.writes}
+        arriving: dict[int, list[Copy | Run]] = defaultdict(list)
+        for row in self.rows:
+            if isinstance(row, Run):
+                device = self.segments[row.segment].device
+                found[row.segment] = [*arriving.pop(device, ()), row, *found[row.segment]]
+            elif at_once and row.tensor in maker:
+                found[maker[row.tensor]].append(row)
+            else:
+                arriving[row.dst].append(row)
+        return found
 
 
 @final
@@ -262,18 +424,19 @@ class _Writer:
         self._uses: dict[Place, list[tuple[int, int]]] = {place: [] for place in given}
         self._written: dict[Place, tuple[int, int]] = {}
 
-    def run(self, index: int, segment: Segment) -> None:
-        """Write a segment, after the writes of its inputs."""
+    def run(self, row: Run, segment: Segment) -> None:
+        """Write the turn of a segment, after the writes of its inputs."""
         device = segment.device
-        reads = [Place(tensor, device) for tensor in segment.reads]
-        writes = [Place(tensor, device) for tensor in segment.writes]
+        reads = [Place(tensor, device, row.batch) for tensor in segment.reads]
+        writes = [Place(tensor, device, row.batch) for tensor in segment.writes]
         state = [Place(index, _STATE) for index in segment.updates]
-        self._write(device, Run(index), [*reads, *state], [*writes, *state])
+        self._write(device, row, [*reads, *state], [*writes, *state])
 
     def copy(self, row: Copy) -> None:
         """Write a copy, after the write of its source."""
         lane = row.dst + (len(self._lanes) // 2 if self._copy_lanes else 0)
-        self._write(lane, row, [Place(row.tensor, row.src)], [Place(row.tensor, row.dst)])
+        src, dst = (Place(row.tensor, device, row.batch) for device in (row.src, row.dst))
+        self._write(lane, row, [src], [dst])
 
     def _write(
         self, lane: int, row: Instruction, reads: Sequence[Place], writes: Sequence[Place]
@@ -321,7 +484,7 @@ class _Writer:
             need = [0] * len(self._lanes)
             for lane, position in uses:
                 need[lane] = max(need[lane], position + 1)
-            free = Free(place.tensor, place.device)
+            free = Free(place.tensor, place.device, place.batch)
             spot = self._first_to_know(place.device, need)
             if spot is None:
                 late.setdefault(place.device, []).append((free, need))
@@ -338,10 +501,11 @@ class _Writer:
         """The same, with each free right after the last use, which waits for the other uses."""
         before: dict[tuple[int, int], list[Wait]] = {}
         after: dict[tuple[int, int], list[Free]] = {}
-        for place in sorted(self._uses.keys() - kept, key=lambda p: (p.tensor, p.device)):
+        left = self._uses.keys() - kept
+        for place in sorted(left, key=lambda p: (p.batch, p.tensor, p.device)):
             uses = self._uses[place]
             last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
-            after.setdefault(last, []).append(Free(place.tensor, place.device))
+            after.setdefault(last, []).append(Free(place.tensor, place.device, place.batch))
             before.setdefault(last, []).extend(
                 Wait(lane, position)
                 for lane, position in uses

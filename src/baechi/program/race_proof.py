@@ -21,9 +21,12 @@ from baechi.errors import InputError
 from baechi.records.instructions import Copy, Program, Run, Segment, Wait
 
 # Places without a device: state, updated in place on its operators' device, and the graph of a tape
-# that runs again, made then and used by its backward.
+# that runs again, made then and used by its backward; and, where a phase goes both ways, what the
+# forward of a tape leaves for that.
 _STATE: Final = -1
 _GRAPH: Final = -2
+_LEFT: Final = -3
+_Key: TypeAlias = tuple[int, int, int]  # tensor, device, batch
 _Event: TypeAlias = tuple[int, int]  # an instruction: (lane, position)
 
 
@@ -45,13 +48,13 @@ def check_program(program: Program) -> None:
             its last use, twice or never; a copy or a segment is missing or on a wrong lane; or
             the lanes deadlock. The text names the instruction.
     """
-    tapes_run: list[list[int]] = []
-    for number in range(len(program.phases)):
+    tapes_run: tuple[list[int], ...] = ([], [], [])
+    for number, phase in enumerate(program.phases):
         _Checker(program, number).check()
-        segments = program.phases[number].segments
-        tapes_run.append([t for segment in segments if not segment.again for t in segment.tapes])
-    again = [t for phase in program.phases for s in phase.segments if s.again for t in s.tapes]
-    _check_tapes(program, [*tapes_run, again] if len(program.phases) > 1 else tapes_run)
+        for segment in phase.segments:
+            tapes_run[segment.backward + segment.again].extend(segment.tapes)
+    trains = len(program.phases) > 1 or program.is_training
+    _check_tapes(program, tapes_run if trains else tapes_run[:1])
 
 
 def _check_tapes(program: Program, tapes_run: Sequence[Sequence[int]]) -> None:
@@ -82,8 +85,13 @@ class _Checker:
         self._program = program
         self._number = number
         self._phase = program.phases[number]
-        self._touched: dict[tuple[int, int], _Touched] = {}
-        self._ran: set[int] = set()
+        self._touched: dict[_Key, _Touched] = {}
+        self._ran: set[tuple[int, int]] = set()
+        self._both = len({segment.backward for segment in self._phase.segments}) > 1
+        # In which order batches come; the last turn of each segment, and of each lane and batch.
+        self._sign = -1 if number else 1
+        self._batch_of: dict[tuple[str, int], int] = {}
+        self._latest: dict[tuple[int, int, bool], int] = {}
         self._now = [[0] * len(program.lanes) for _ in program.lanes]
 
     def check(self) -> None:
@@ -95,7 +103,7 @@ class _Checker:
                 "give each lane its instructions."
             )
         for place in phase.given:
-            self._touched[place.tensor, place.device] = _Touched()
+            self._touched[place.tensor, place.device, place.batch] = _Touched()
         self._go()
         self._check_end()
         self._check_launch()
@@ -128,7 +136,7 @@ class _Checker:
                 elif isinstance(row, Copy):
                     self._check_copy(at, row)
                 else:
-                    self._free(at, row.tensor, row.device)
+                    self._free(at, (row.tensor, row.device, row.batch))
                 self._now[lane][lane] = here + 1
                 if at in awaited:
                     clock_at[at] = self._now[lane].copy()
@@ -153,28 +161,61 @@ class _Checker:
         own = self._program.lanes[at[0]]
         if own.copies or own.device != segment.device:
             raise InputError(f"{self._name(at)} is on device {segment.device}'s segment.")
-        if row.segment in self._ran:
+        batch = row.batch
+        if not 0 <= batch < self._program.batches:
+            raise InputError(f"{self._raw(at)} is for batch {batch}, which does not exist.")
+        if (row.segment, batch) in self._ran:
             raise InputError(f"{self._name(at)} runs a segment that has run.")
-        self._ran.add(row.segment)
+        self._ran.add((row.segment, batch))
+        if self._program.batches > 1:
+            self._check_turn(at, row, segment)
         for tensor in segment.reads:
-            self._read(at, tensor, segment.device)
+            self._read(at, (tensor, segment.device, batch))
         for tensor in segment.writes:
-            self._write(at, tensor, segment.device)
+            self._write(at, (tensor, segment.device, batch))
         for state in segment.updates:
             self._update(at, state)
-        for tape in segment.tapes if self._number else ():
-            if segment.again:
-                self._write(at, tape, _GRAPH)
-            elif self._program.tapes[tape].again >= 0:
-                self._read(at, tape, _GRAPH)
+        for tape in segment.tapes:
+            self._check_graph(at, segment, tape, batch)
+
+    def _check_graph(self, at: _Event, segment: Segment, tape: int, batch: int) -> None:
+        """Check what the runs of a tape leave for one another besides tensors."""
+        runs_again = self._program.tapes[tape].again >= 0
+        left, graph = (tape, _LEFT, batch), (tape, _GRAPH, batch)
+        if self._both and not segment.backward:
+            self._write(at, left)
+        elif self._both and (segment.again or not runs_again):
+            self._read(at, left)
+        if segment.again:
+            self._write(at, graph)
+        elif segment.backward and runs_again:
+            self._read(at, graph)
+
+    def _check_turn(self, at: _Event, row: Run, segment: Segment) -> None:
+        """Check that batches come in their order, and the sums of gradients so in theirs.
+
+        Sums and state are of one device, so of one lane: there the batches of a segment ascend, or
+        descend where the phase goes backward alone; the segments of a batch ascend, forward and
+        backward; and so do the batches that update some state.
+        """
+        states = () if segment.again else [("state", state) for state in segment.updates]
+        for key in [("segment", row.segment), *states]:
+            last = self._batch_of.get(key, row.batch)
+            if (row.batch - last) * self._sign < 0:
+                raise InputError(f"{self._name(at)} comes after batch {last} of {key[0]} {key[1]}.")
+            self._batch_of[key] = row.batch
+        lane = at[0], row.batch, segment.backward
+        if self._latest.get(lane, -1) > row.segment:
+            raise InputError(f"{self._name(at)} comes after segment {self._latest[lane]}.")
+        self._latest[lane] = row.segment
 
     def _check_copy(self, at: _Event, row: Copy) -> None:
         own = self._program.lanes[at[0]]
         beside = any(other.copies for other in self._program.lanes)
         if row.src == row.dst or own.device != row.dst or own.copies != beside:
             raise InputError(f"{self._name(at)} is on the wrong lane.")
-        self._read(at, row.tensor, row.src)
-        self._write(at, row.tensor, row.dst)
+        self._read(at, (row.tensor, row.src, row.batch))
+        self._write(at, (row.tensor, row.dst, row.batch))
 
     def _unordered(self, lane: int, events: Iterable[_Event]) -> _Event | None:
         """The first event that need not have happened before the lane's current instruction."""
@@ -184,54 +225,55 @@ class _Checker:
                 return event
         return None
 
-    def _read(self, at: _Event, tensor: int, device: int) -> None:
-        touched = self._touched.get((tensor, device))
+    def _read(self, at: _Event, key: _Key) -> None:
+        touched = self._touched.get(key)
         if touched is None:
-            self._object(at, tensor, device, "reads it before anybody writes it")
+            self._object(at, key, "reads it before anybody writes it")
         if touched.freed is not None:
-            self._object(at, tensor, device, "reads it after a free", touched.freed)
+            self._object(at, key, "reads it after a free", touched.freed)
         if write := self._unordered(at[0], touched.written):
-            self._object(at, tensor, device, "may read it before", write)
+            self._object(at, key, "may read it before", write)
         touched.since.append(at)
 
-    def _write(self, at: _Event, tensor: int, device: int) -> None:
-        if (tensor, device) in self._touched:
-            self._object(at, tensor, device, "writes what was written, given or freed")
-        self._touched[tensor, device] = _Touched((at,))
+    def _write(self, at: _Event, key: _Key) -> None:
+        if key in self._touched:
+            self._object(at, key, "writes what was written, given or freed")
+        self._touched[key] = _Touched((at,))
 
     def _update(self, at: _Event, state: int) -> None:
-        touched = self._touched.setdefault((state, _STATE), _Touched())
+        touched = self._touched.setdefault((state, _STATE, 0), _Touched())
         if other := self._unordered(at[0], touched.written):
             what = f"updates state {state} while another may: {self._name(other)}."
             raise InputError(f"{self._name(at)} {what}")
         touched.written = (at,)
 
-    def _free(self, at: _Event, tensor: int, device: int) -> None:
-        touched = self._touched.get((tensor, device))
+    def _free(self, at: _Event, key: _Key) -> None:
+        touched = self._touched.get(key)
         if touched is None:
-            self._object(at, tensor, device, "frees what nobody wrote")
+            self._object(at, key, "frees what nobody wrote")
         if touched.freed is not None:
-            self._object(at, tensor, device, "frees it a second time", touched.freed)
+            self._object(at, key, "frees it a second time", touched.freed)
         if event := self._unordered(at[0], (*touched.written, *touched.since)):
-            self._object(at, tensor, device, "may free it before", event)
+            self._object(at, key, "may free it before", event)
         touched.freed = at
 
     def _check_end(self) -> None:
         """Check that exactly the kept values remain."""
-        missing = set(range(len(self._phase.segments))) - self._ran
-        if missing:
-            raise InputError(f"segments {sorted(missing)} never run. Compile the placement again.")
-        kept = {(place.tensor, place.device) for place in self._phase.kept}
-        for (tensor, device), touched in sorted(self._touched.items()):
-            if device < 0:
+        batches = range(self._program.batches)
+        turns = {(i, batch) for i in range(len(self._phase.segments)) for batch in batches}
+        if missing := turns - self._ran:
+            segments = sorted({segment for segment, _ in missing})
+            raise InputError(f"segments {segments} never run. Compile the placement again.")
+        kept = {(place.tensor, place.device, place.batch) for place in self._phase.kept}
+        for key, touched in sorted(self._touched.items()):
+            if key[1] < 0:
                 continue
-            if touched.freed is None and (tensor, device) not in kept:
-                raise InputError(f"tensor {tensor} on device {device} is never freed.")
-            if touched.freed is not None and (tensor, device) in kept:
-                what = self._name(touched.freed)
-                raise InputError(f"{what}: tensor {tensor} on device {device} is kept.")
-        for place in sorted(kept - self._touched.keys()):
-            raise InputError(f"tensor {place[0]}, kept on device {place[1]}, is never written.")
+            if touched.freed is None and key not in kept:
+                raise InputError(f"{self._place(key)} is never freed.")
+            if touched.freed is not None and key in kept:
+                raise InputError(f"{self._name(touched.freed)}: {self._place(key)} is kept.")
+        for key in sorted(kept - self._touched.keys()):
+            raise InputError(f"{self._place(key)}, which is kept, is never written.")
 
     def _check_launch(self) -> None:
         """Check that the launch order has every instruction once, after those that it waits for."""
@@ -248,13 +290,16 @@ class _Checker:
         if done != [len(rows) for rows in lanes]:
             raise InputError("the launch order leaves instructions out.")
 
-    def _object(
-        self, at: _Event, tensor: int, device: int, what: str, other: _Event | None = None
-    ) -> NoReturn:
+    def _object(self, at: _Event, key: _Key, what: str, other: _Event | None = None) -> NoReturn:
         where = f": {self._name(other)}" if other else ""
-        graph, value = f"the graph of tape {tensor}", f"tensor {tensor} on device {device}"
-        place = graph if device == _GRAPH else value
-        raise InputError(f"{self._name(at)}: {place}: {what}{where}.")
+        raise InputError(f"{self._name(at)}: {self._place(key)}: {what}{where}.")
+
+    def _place(self, key: _Key) -> str:
+        number, device, batch = key
+        text = f"tensor {number} on device {device}"
+        if device in (_GRAPH, _LEFT):
+            text = f"the graph of tape {number}"
+        return text if self._program.batches == 1 else f"{text}, batch {batch}"
 
     def _name(self, at: _Event) -> str:
         """An instruction with its phase and lane, in words."""
@@ -262,5 +307,5 @@ class _Checker:
         return f"{self._raw(at)} ({self._program.describe(self._number, row)})"
 
     def _raw(self, at: _Event) -> str:
-        what = "backward" if self._number else "forward"
-        return f"{what}, {self._program.lane_name(at[0])}, instruction {at[1]}"
+        phase, lane = self._program.phase_name(self._number), self._program.lane_name(at[0])
+        return f"{phase}, {lane}, instruction {at[1]}"

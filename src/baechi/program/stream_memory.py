@@ -59,7 +59,7 @@ def scheduled(
         program: The program of the streams, if known.
     """
     schedule = simulate(graph, cluster, placement)
-    if all(gpu is None for gpu in gpus):
+    if placement.microbatches > 1 or all(gpu is None for gpu in gpus):
         return schedule
     if program is None:
         program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
@@ -79,20 +79,26 @@ def solve_with_held(
     effort: str | None = None,
     constraints: Constraints | None = None,
     replayed: bool = False,
+    microbatches: int = 1,
 ) -> Placement:
     """A placement that fits including the bytes held by streams.
 
     One that does not fit is solved again with as many bytes left free as were held: these change
     with the placement, so this is repeated a few times. On a single device, the last resort,
     nothing is held. Arguments are those of `solve` and of `scheduled`; margins of the constraints
-    stay free in addition.
+    stay free in addition. Of micro-batches the clock's memory alone counts.
 
     Raises:
         InfeasibleError: No placement was found.
         InputError: As `solve`.
     """
-    placement = solve(graph, cluster, placer, effort=effort, constraints=constraints)
-    if all(gpu is None for gpu in gpus):
+    placement = solve(
+        *(graph, cluster, placer),
+        effort=effort,
+        constraints=constraints,
+        microbatches=microbatches,
+    )
+    if microbatches > 1 or all(gpu is None for gpu in gpus):
         return placement
     asked = constraints or Constraints()
     held: dict[str, int] = {}
@@ -182,7 +188,7 @@ class _Launches:
                 row = phase.lanes[lane][position[lane]]
                 position[lane] += 1
                 if isinstance(row, Run):
-                    for op in self.program.ops_of(phase.segments[row.segment], number > 0):
+                    for op in self.program.ops_of(phase.segments[row.segment]):
                         tick = self._go(op, tick)
                     waited[lane] = False
                 elif isinstance(row, Copy):

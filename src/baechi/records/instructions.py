@@ -5,6 +5,7 @@
 
 A program is plain data. Executors run it and decide nothing; `race_proof` proves that in every
 interleaving of its lanes each value is read after it is written and freed after its last use.
+Where a step has several micro-batches, an instruction is for one of them, its `batch`.
 docs/runtime.md defines the terms: lane, segment, tape, phase, and what runs forward again. Values
 that stay inside one tape are not part of the program.
 """
@@ -20,9 +21,10 @@ from baechi.validation import check_counts
 @final
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a segment of the phase."""
+    """Run a segment of the phase: a turn."""
 
     segment: int
+    batch: int = 0
 
 
 @final
@@ -33,6 +35,7 @@ class Copy:
     tensor: int
     src: int
     dst: int
+    batch: int = 0
 
 
 @final
@@ -51,6 +54,7 @@ class Free:
 
     tensor: int
     device: int
+    batch: int = 0
 
 
 Instruction: TypeAlias = Run | Copy | Wait | Free
@@ -83,6 +87,7 @@ class Segment:
         updates: State that it may write in place: groups of operators, and one number beyond them
             for what draws random numbers in turn.
         again: Whether it is in the backward and runs its tapes forward again.
+        backward: Whether it is in the backward.
     """
 
     device: int
@@ -91,6 +96,7 @@ class Segment:
     writes: tuple[int, ...] = ()
     updates: tuple[int, ...] = ()
     again: bool = False
+    backward: bool = False
 
 
 @final
@@ -100,6 +106,7 @@ class Place:
 
     tensor: int
     device: int
+    batch: int = 0
 
 
 @final
@@ -142,7 +149,10 @@ class Program:
         names: Of the forward operators.
         twins: The backward operator of every forward operator, or -1.
         tapes: The tapes, in the order in which forward segments name them.
-        phases: The forward; and the backward if there is one.
+        phases: The forward; and the backward if there is one. Or one with both, whose caller has
+            nothing to do between them.
+        batches: The number of micro-batches. Every segment has a turn for each, from the first to
+            the last; in a phase that is the backward alone from the last to the first.
     """
 
     graph_digest: str
@@ -151,6 +161,12 @@ class Program:
     lanes: tuple[Lane, ...]
     tapes: tuple[Tape, ...]
     phases: tuple[Phase, ...]
+    batches: int = 1
+
+    @property
+    def is_training(self) -> bool:
+        """True if it goes backward."""
+        return any(row.backward for phase in self.phases for row in phase.segments)
 
     def order(self, launch: Sequence[int]) -> tuple[int, ...]:
         """A placement's order as the program runs it, for `simulate`.
@@ -174,21 +190,21 @@ class Program:
             )
         order = sorted(launch, key=lambda op: (op > n) - (op < n))
         rank = {op: i for i, op in enumerate(order)}
-        for number, phase in enumerate(self.phases):
+        for phase in self.phases:
             for segment in phase.segments:
-                ops = list(self.ops_of(segment, number > 0))
+                ops = list(self.ops_of(segment))
                 for op, place in zip(ops, sorted(rank[op] for op in ops), strict=True):
                     order[place] = op
         return tuple(order)
 
-    def ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
-        """Operators of the graph that a segment of the forward or backward phase runs, in order."""
+    def ops_of(self, segment: Segment) -> Iterator[int]:
+        """Operators of the graph that a segment runs, in order."""
         if segment.again:
             yield from dict.fromkeys(self.tapes[tape].again for tape in segment.tapes)
             return
         for tape in segment.tapes:
             ops = self.tapes[tape].ops
-            if backward:
+            if segment.backward:
                 yield from (self.twins[op] for op in reversed(ops) if self.twins[op] >= 0)
             else:
                 yield from ops
@@ -198,7 +214,7 @@ class Program:
         lines = []
         for number, phase in enumerate(self.phases):
             tapes = _many(sum(len(segment.tapes) for segment in phase.segments), "tape")
-            what = "backward" if number else "forward"
+            what = self.phase_name(number)
             lines.append(f"{what}: {_many(len(phase.segments), 'segment')}, {tapes}")
             for lane, rows in enumerate(phase.lanes):
                 if rows:
@@ -206,6 +222,11 @@ class Program:
                 for position, row in enumerate(rows):
                     lines.append(f"    {position:4d}  {self.describe(number, row)}")
         return "\n".join(lines)
+
+    def phase_name(self, number: int) -> str:
+        """`forward`, `backward` or `step`."""
+        kinds = {segment.backward for segment in self.phases[number].segments}
+        return "step" if len(kinds) > 1 else "backward" if number else "forward"
 
     def lane_name(self, lane: int) -> str:
         """`device 1` for its computing lane, `copies to device 1` for its copying lane."""
@@ -218,7 +239,7 @@ class Program:
             case Run():
                 segment = self.phases[phase].segments[row.segment]
                 ops = [op for tape in segment.tapes for op in self.tapes[tape].ops]
-                forward = phase == 0 or segment.again
+                forward = segment.again or not segment.backward
                 ends = [self.names[op] for op in (ops if forward else reversed(ops))]
                 what = " ... ".join(dict.fromkeys([ends[0], ends[-1]])) if ends else "nothing"
                 tapes = f", {len(segment.tapes)} tapes" if len(segment.tapes) > 1 else ""
@@ -230,10 +251,10 @@ class Program:
             case Copy():
                 text = f"copy tensor {row.tensor} from device {row.src} to device {row.dst}"
             case Wait():
-                text = f"wait for {self.lane_name(row.lane)}, {row.position}"
+                return f"wait for {self.lane_name(row.lane)}, {row.position}"
             case Free():
                 text = f"free tensor {row.tensor} on device {row.device}"
-        return text
+        return text if self.batches == 1 else f"{text}, batch {row.batch}"
 
 
 def _many(count: int, what: str) -> str:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from baechi.errors import InputError
-from baechi.validation import FrozenDict, check_count, check_counts, check_is, check_row, settle
+from baechi.validation import (
+    FrozenDict,
+    check_count,
+    check_counts,
+    check_is,
+    check_positive,
+    check_row,
+    settle,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +34,9 @@ class Placement:
         placer: Name of its placer.
         stats: Figures from the placer, such as the makespan of each candidate; no wall times, so
             that equal inputs give equal bytes.
+        microbatches: How many times a step runs the graph, which is that of one micro-batch.
+        turns: The order of these runs where there are several: pairs of a segment of the placed
+            graph (an index into `segments_of`) and a micro-batch, each once, in launch order.
     """
 
     graph_digest: str
@@ -33,6 +44,8 @@ class Placement:
     order: tuple[int, ...]
     placer: str = ""
     stats: Mapping[str, int | float | str] = field(default_factory=FrozenDict)
+    microbatches: int = 1
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_is(self.graph_digest, str, "graph_digest of a placement")
@@ -48,6 +61,18 @@ class Placement:
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "stats", FrozenDict(self.stats))
+        check_positive(self.microbatches, "microbatches of a placement")
+        turns = check_row(self.turns, "turns of a placement")
+        turns = tuple(check_counts(turn, "a turn of a placement") for turn in turns)
+        segments = 1 + max((turn[0] for turn in turns), default=-1)
+        batches = range(self.microbatches if self.microbatches > 1 else 0)
+        every = [(row, batch) for row in range(segments) for batch in batches]
+        if sorted(turns) != every or (not turns and batches and devices):
+            raise InputError(
+                f"the turns of a placement of {self.microbatches} micro-batches are not each "
+                "segment with each of them once; give those of `solve` or of `ordered_turns`."
+            )
+        object.__setattr__(self, "turns", turns)
 
 
 @final

@@ -8,6 +8,7 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.placers.solving import PLACERS
+from baechi.problem.microbatches import copies_of
 from baechi.problem.simulation import Launch, launches, simulate
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
@@ -49,8 +50,10 @@ class DeviceFacts:
 class Plan:
     """The values of one report, checked to belong together.
 
-    The schedule is `simulate(graph, cluster, placement)`. With the trace a report has the lines of
-    the model's code, and how it was traced; with a measurement, that beside the prediction.
+    The schedule is `simulate(graph, cluster, placement)`. Where that has several micro-batches, the
+    graph and the placement become those of all of them, and `one` is the plan of one alone.
+    With the trace a report has the lines of the model's code, and how it was traced; with a
+    measurement, that beside the prediction.
 
     Raises:
         InputError: The placement is of another graph or names an unknown device,
@@ -65,7 +68,7 @@ class Plan:
     measured: Measurement | None = None
 
     def __post_init__(self) -> None:
-        ops, devices = len(self.graph.ops), len(self.cluster.devices)
+        devices = len(self.cluster.devices)
         if self.placement.graph_digest != self.graph.digest:
             raise InputError(
                 f"the placement is of graph {self.placement.graph_digest[:12]}..., but this graph "
@@ -76,6 +79,15 @@ class Plan:
                 f"the placement uses device {max(self.placement.devices)}, but the cluster has "
                 f"{devices} devices, counted from 0; give the cluster that it was solved for."
             )
+        if self.placement.microbatches > 1:
+            alone = replace(self.placement, microbatches=1, turns=())
+            schedule = simulate(self.graph, self.cluster, alone)
+            self.__dict__["one"] = Plan(self.graph, self.cluster, alone, schedule, self.traced)
+            self.__dict__["turns"] = self.placement.turns
+            whole, placement = copies_of(self.graph, self.placement)
+            object.__setattr__(self, "graph", whole)
+            object.__setattr__(self, "placement", placement)
+        ops = len(self.graph.ops)
         placed = sorted((span.op, span.device) for span in self.schedule.spans)
         if (
             placed != list(enumerate(self.placement.devices))
@@ -96,6 +108,21 @@ class Plan:
         return known and transfer.src in devices and transfer.dst in devices
 
     @cached_property
+    def one(self) -> "Plan":
+        """The plan of one micro-batch; itself where there are no more."""
+        return self
+
+    @cached_property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """(segment, micro-batch) in launch order; none where there is one micro-batch."""
+        return ()
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return len(self.graph.ops) // len(self.one.graph.ops) if self.turns else 1
+
+    @cached_property
     def span_of(self) -> tuple[Span, ...]:
         """The span of every op."""
         return tuple(sorted(self.schedule.spans, key=lambda span: span.op))
@@ -103,6 +130,8 @@ class Plan:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The source line of every op, if known from a trace; else `""`."""
+        if self.one is not self:
+            return self.one.sources * self.microbatches
         known = {} if self.traced is None else {op.name: op.source for op in self.traced.ops}
         ops = self.graph.ops
         named = (ops[op.forward[0]] if op.phase == "backward" else op for op in ops)
@@ -182,7 +211,8 @@ def summary(plan: Plan) -> tuple[str, ...]:
     schedule = plan.schedule
     used = len(set(plan.placement.devices))
     of = f"{used} of {len(plan.devices)} devices" if len(plan.devices) > 1 else "one device"
-    time = f"One step takes {format_ns(schedule.makespan_ns)} on {of}"
+    many = f" of {plan.microbatches} micro-batches" if plan.turns else ""
+    time = f"One step{many} takes {format_ns(schedule.makespan_ns)} on {of}"
     if schedule.lower_bound_ns:
         bound = format_ns(schedule.lower_bound_ns)
         time += f"; no placement can take less than {bound}, so the gap is {schedule.gap:.1%}"
@@ -197,7 +227,20 @@ def summary(plan: Plan) -> tuple[str, ...]:
     transfers = len(schedule.transfers)
     moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
     moves += "s" if transfers != 1 else ""
-    return (f"{time}.", f"{memory}.", f"{moves}.", *_launching(plan))
+    return (f"{time}.", f"{memory}.", f"{moves}.", *_taking_turns(plan), *_launching(plan))
+
+
+def _taking_turns(plan: Plan) -> list[str]:
+    """A sentence on the turns of micro-batches, if there are several."""
+    if not plan.turns:
+        return []
+    segments = len(plan.turns) // plan.microbatches
+    idle = 1 - sum(facts.busy_share for facts in plan.devices) / len(plan.devices)
+    alone_ns = plan.microbatches * plan.one.schedule.makespan_ns
+    return [
+        f"{segments} segments take turns with the micro-batches, and the devices are idle for "
+        f"{idle:.1%} of the step; one micro-batch after the other would take {format_ns(alone_ns)}."
+    ]
 
 
 def _launching(plan: Plan) -> list[str]:

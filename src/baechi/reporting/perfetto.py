@@ -2,7 +2,8 @@
 
 A process per device, with a thread each for computing, sending and receiving (more where transfers
 overlap, because slices of one thread must nest), and a memory counter; a process per host with its
-launches. A flow arrow goes from the producer over both ends of the transfer to the first consumer
+launches. Where there are several micro-batches, a thread has their turns, in a color for each.
+A flow arrow goes from the producer over both ends of the transfer to the first consumer
 there.
 Times are in microseconds, as in the format.
 """
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from baechi.problem.microbatches import segments_of
 from baechi.problem.simulation import memory_profile
 from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
@@ -20,8 +22,20 @@ from baechi.storage.serialization import write_whole
 
 Event = dict[str, Any]
 _COMPUTE = 1
+_TURN = 50
 _SEND = 100
 _RECEIVE = 200
+# Names of colors in chrome://tracing; Perfetto takes one for each name of a slice.
+_COLORS = (
+    "good",
+    "bad",
+    "yellow",
+    "olive",
+    "rail_response",
+    "rail_animation",
+    "rail_idle",
+    "black",
+)
 
 
 def write_trace(path: str | os.PathLike[str], plan: Plan) -> None:
@@ -40,12 +54,17 @@ def trace_events(plan: Plan) -> list[Event]:
     sends = _lanes(transfers, [transfer.src for transfer in transfers])
     receives = _lanes(transfers, [transfer.dst for transfer in transfers])
     moves = _transfers(plan, sends, receives)
-    parts = (_names(plan, sends, receives), _ops(plan), moves, _launches(plan), _counters(plan))
+    parts = (
+        *(_names(plan, sends, receives), _turns(plan), _ops(plan), moves),
+        *(_launches(plan), _counters(plan)),
+    )
     return [event for part in parts for event in part]
 
 
 def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
     lanes: list[dict[int, str]] = [{_COMPUTE: "compute"} for _ in plan.cluster.devices]
+    for lane in lanes if plan.turns else ():
+        lane[_TURN] = "turns"
     for transfer, send, receive in zip(plan.schedule.transfers, sends, receives, strict=True):
         lanes[transfer.src][_SEND + send] = f"send {send + 1}" if send else "send"
         lanes[transfer.dst][_RECEIVE + receive] = f"receive {receive + 1}" if receive else "receive"
@@ -62,11 +81,29 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
         yield _metadata("thread_name", process, _COMPUTE, name="launch")
 
 
+def _turns(plan: Plan) -> Iterator[Event]:
+    """A slice from the first op of every turn to its last."""
+    if not plan.turns:
+        return
+    one = plan.one
+    segments, n = segments_of(one.graph, one.placement), len(one.graph.ops)
+    for segment, batch in plan.turns:
+        ops = segments[segment]
+        first, last = plan.span_of[batch * n + ops[0]], plan.span_of[batch * n + ops[-1]]
+        ends, back = (first.start_ns, last.end_ns), one.graph.ops[ops[0]].in_backward
+        name = f"{'backward' if back else 'forward'} of batch {batch}"
+        details = {"segment": segment, "batch": batch, "ops": len(ops)}
+        event = _slice(name, "turn", first.device, _TURN, ends)
+        yield {**event, "cname": _COLORS[batch % len(_COLORS)], "args": details}
+
+
 def _ops(plan: Plan) -> Iterator[Event]:
     for span in plan.schedule.spans:
         op = plan.graph.ops[span.op]
         details: Event = {"op": span.op, "persistent_bytes": op.persistent_bytes}
         details["workspace_bytes"] = op.workspace_bytes
+        if plan.turns:
+            details["batch"] = span.op // len(plan.one.graph.ops)
         if plan.sources[span.op]:
             details["source"] = plan.sources[span.op]
         ends = (span.start_ns, span.end_ns)

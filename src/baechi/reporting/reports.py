@@ -146,7 +146,7 @@ def _body(plan: Plan) -> str:
         "backward runs back below it. Dotted lines are tensors sent to another device, in the "
         "color of the one that sends; faint ones stay on theirs. What backward keeps of forward is "
         "not drawn. Drag to zoom, double-click to return.</p>",
-        _figure(graph_figure(plan), "graph"),
+        _figure(graph_figure(plan.one), "graph"),
         "<h2>The step over time</h2>",
         '<p class="soft">Backward ops are paler. A transfer stands in the lane of the device that '
         "receives it and has the color of the one that sends it; a launch stands in the lane of "

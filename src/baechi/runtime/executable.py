@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import fx
-from torch.autograd import forward_ad
 
-from baechi.errors import ExecutionError
-from baechi.program.compilation import compile_program, instant_ops
+from baechi.errors import ExecutionError, InputError
+from baechi.placers.turn_orders import Rhythm, ordered_turns
+from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
@@ -24,14 +24,15 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.parameter_devices import devices_of_state
-from baechi.runtime.runtime_checks import SharingGuard, StateGuard
+from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
+from baechi.runtime.weights import devices_of_state
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
-from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
+from baechi.torch_support.torch_internals import gradient_hooks, is_hooked
 from baechi.traced.traced_model import Traced
+from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.family_traces import same_beyond
 from baechi.tracing.guards import HeldObjects, truth_values_of
@@ -51,6 +52,9 @@ class Executable:
 
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
+    `batches` is how many micro-batches of the traced shape it runs; `own_loss` whether the model
+    returns a loss for each, so that a step is one phase; `dimensions` those along which
+    outputs of micro-batches are put together.
 
     Attributes:
         program: The program to run; proved.
@@ -79,6 +83,9 @@ class Executable:
         cuda_graphs: CudaGraphs = False,
         graph: OpGraph | None = None,
         cluster: Cluster | None = None,
+        batches: int = 1,
+        own_loss: bool = False,
+        dimensions: BatchDimensions | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
         self.traced = traced
@@ -91,6 +98,7 @@ class Executable:
         self.admission: Admission | None = None
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
+        self.rhythm: Rhythm | None = None
         self.comparison = ""
         self.measured: Measurement | None = None
         self.note = ""
@@ -99,6 +107,7 @@ class Executable:
         self.training = structure.is_training
         self._structure = structure
         self._instant = _instant(module, structure)
+        self.batches, self.dimensions, self.own_loss = batches, dimensions, own_loss
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
@@ -119,8 +128,7 @@ class Executable:
         self._returned: Any = nodes.output_node().args[0]
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing_guard = SharingGuard(module)
-        self._rewritten = _rewritten(module)
-        self._viewed = _viewed(module)
+        self._gradient_guard = GradientGuard(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         frozen = ((p, ("requires_grad",)) for p in bound.parameters if not p.requires_grad)
         self._frozen = HeldObjects((), frozen)
@@ -128,13 +136,27 @@ class Executable:
         self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
-        self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
+        self.observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
+        if self.batches > 1 or self.own_loss:
+            known = self.graph is not None and self.cluster is not None
+            options |= {"batches": self.batches, "joined": not self.own_loss, "schedule": None}
+            options |= {"writers": _writers(self.module), "order": self._turns if known else None}
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
+
+    def _turns(self, segments: Sequence[Sequence[int]]) -> Turns:
+        """The turns of the micro-batches in order, by the clock."""
+        graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
+        self.rhythm = ordered_turns(
+            *(graph, cluster, self.placement, self.batches),
+            segments=segments,
+            joined=self.training and not self.own_loss,
+        )
+        return self.rhythm.turns
 
     def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
         """Workers on CPUs, streams where a device is a GPU."""
@@ -298,18 +320,22 @@ class Executable:
         rows += tuple(text for text in (self.note, self.comparison) if text)
         if self.unsplit_on is not None and (changed := self.attributes.changed()):
             rows += (f"schedule and costs are of before a change, which calls see: {changed}.",)
+        rows += () if self.dimensions is None else self.dimensions.remarks
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
 
-    def __call__(self, call: Call, meter: Meter | None = None) -> Any:
-        """The model's own return value for a call of the traced shape, or one that joined."""
+    def __call__(self, call: Call | Sequence[Call], meter: Meter | None = None) -> Any:
+        """The model's own return value for a call of the traced shape, or one that joined.
+
+        Of micro-batches the one that they make together.
+        """
         self._state_guard.check()
-        call = self._carrying(call)
-        if not self._observed:
-            return self._called(call, meter)
+        calls = [self._carrying(each) for each in ([call] if isinstance(call, Call) else call)]
+        if not self.observed:
+            return self._called(calls, meter)
         with observing():
-            result = self._called(call, meter)
+            result = self._called(calls, meter)
         if not self.attributes.hold():
             names = {name for _, name in self.attributes.set_since() & self.module.reads}
             if names:
@@ -320,73 +346,76 @@ class Executable:
             self.attributes = self.attributes.settled()
         return result
 
-    def _called(self, call: Call, meter: Meter | None) -> Any:
+    def _called(self, calls: Sequence[Call], meter: Meter | None) -> Any:
         if self._modes is None or meter is not None:
-            return self._run(self._executor if meter is None else self._counted, call, meter)
+            return self._run(self._executor if meter is None else self._counted, calls, meter)
         differentiate = self.training and torch.is_grad_enabled()
         parameters = tuple(self._executor.bound.parameters)
         hooked = any(gradient_hooks(parameter) for parameter in parameters)
-        mode = mode_of(call, parameters, differentiate), hooked
+        mode = mode_of(calls[0], parameters, differentiate), hooked
         if mode in self._modes:
-            return self._run(self._executor, call, None)
+            return self._run(self._executor, calls, None)
         executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
-            result = self._run(self._alone, call, None)
+            result = self._run(self._alone, calls, None)
         if len(self._modes) >= _MOST_KEPT:
             self._modes.clear()
         self._modes.add(mode)
         return result
 
-    def _run(self, executor: Executor, call: Call, meter: Meter | None) -> Any:
+    def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
-            executor = self._alone if self._observed and meter is None else executor
+            executor = self._alone if self.observed and meter is None else executor
             with torch.no_grad():
-                step = Step(False, meter, call.tensors, executor.bound.sizes)
-                executor.run(step, 0)
-            step.write_back()
-            return self._finish(call, step.results)
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):  # type: ignore[no-untyped-call]
-            raise ExecutionError(  # it would end at the step's one node, and be lost
-                "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
-                "with gradients passes none on. Call the model under torch.no_grad(), or the "
-                "unsplit one."
-            )
-        if self._rewritten:
-            name = call.names[self._rewritten[0]]
-            raise ExecutionError(
-                f"forward writes into its argument {name!r} in place, and "
-                "needs the gradient of what it writes: outside of the model there is no graph of "
-                "the new values. Let forward write into a copy (x = x.clone())."
-            )
-        for index in self._viewed:
-            if call.tensors[index].requires_grad:
-                raise ExecutionError(
-                    f"the model returns a view of its argument {call.names[index]!r}, and autograd "
-                    "would not know that they share memory, where it needs a gradient. Let forward "
-                    "return a copy (x.clone())."
-                )
-        if is_checkpointed():
-            raise ExecutionError(
-                "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
-                "which would run it again for every segment. Call it outside, and let the "
-                "placement recompute: baechi.place(model, devices, checkpoint=...)."
-            )
-        if is_hooked() or self._observed:
-            # Hooks are of the caller's thread.
-            executor = self._alone if meter is None else executor
-        step = Step(True, meter, call.tensors, executor.bound.sizes)
-        for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
-            step.flags[value] = tensor.requires_grad
+                steps = [Step(False, meter, call.tensors, executor.bound.sizes) for call in calls]
+                executor.run(steps, 0)
+            for step in steps:
+                step.write_back()
+            return self._finish(calls, [step.results for step in steps])
+        executor, steps = self._begun(executor, calls, meter)
         leaves = self._leaves
         if leaves is None or leaves.bound is not executor.bound or not leaves.are_same():
             leaves = self._leaves = Leaves(self._trainable, executor.bound)
         if leaves.hooked & self._whole:
             self._refuse_hook(leaves.hooked)
-        step.apart = bool(leaves.hooked)
-        inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(executor, step, call, leaves)
+        for step in steps:
+            step.apart = bool(leaves.hooked)
+        plan = Plan(executor, steps, calls, leaves)
+        inputs = [tensor for *_, tensor in plan.graded]
         tokens = StepFunction.apply(plan, plan.token, *inputs)  # type: ignore[no-untyped-call]
-        return self._finish(call, plan.merge(tokens))
+        return self._finish(calls, plan.merge(tokens))
+
+    def begun(self, calls: Sequence[Call], meter: Meter | None) -> tuple[Executor, list[Step]]:
+        """A step with gradients for each micro-batch, and what runs them.
+
+        Raises:
+            InputError: Tapes are compiled, or CUDA graphs, which have no phase that goes both ways.
+        """
+        if self._modes is not None or self.graphs is not None:
+            raise InputError(
+                "step() does not go with compile= or cuda_graphs=. Place without them; or call the "
+                "placed model, and go backward from a loss of your own."
+            )
+        self._state_guard.check()
+        return self._begun(self._executor if meter is None else self._counted, calls, meter)
+
+    def _begun(
+        self, executor: Executor, calls: Sequence[Call], meter: Meter | None
+    ) -> tuple[Executor, list[Step]]:
+        """A step with gradients for each micro-batch, and what runs them.
+
+        Raises:
+            ExecutionError: The arguments are such that their gradients would be lost.
+        """
+        self._gradient_guard.check(calls)
+        if is_hooked() or self.observed:
+            # Hooks are of the caller's thread.
+            executor = self._alone if meter is None else executor
+        steps = [Step(True, meter, call.tensors, executor.bound.sizes) for call in calls]
+        for step, call in zip(steps, calls, strict=True):
+            for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
+                step.flags[value] = tensor.requires_grad
+        return executor, steps
 
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""
@@ -398,11 +427,31 @@ class Executable:
             "register_post_accumulate_grad_hook."
         )
 
-    def _finish(self, call: Call, results: Sequence[Any]) -> Any:
+    def _finish(self, calls: Sequence[Call], results: Sequence[Sequence[Any]]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object.
 
         Objects among the arguments are left as forward leaves them.
+
+        Raises:
+            ExecutionError: Forward changes an object among the arguments of micro-batches.
         """
+        call = calls[0]
+        values = self._values(call, results[0])
+        if len(calls) > 1 and self.dimensions is not None:
+            parts = list(zip(*map(self._values, calls, results), strict=True))
+            dims = zip(parts, self.dimensions.outputs, strict=True)
+            values = [row[0] if dim is None else torch.cat(row, dim) for row, dim in dims]
+        result, changes = self._returned_by(call).fill(values, call.objects)
+        if changes and len(calls) > 1:
+            raise ExecutionError(
+                "forward changes a list, dict or object among its arguments, such as a cache, "
+                "which micro-batches do not share. Call it without, or give microbatches=None."
+            )
+        change(call.objects, changes)
+        return result
+
+    def _values(self, call: Call, results: Sequence[Any]) -> list[Any]:
+        """What the caller gets of one micro-batch, as a flat list."""
         values: list[Any] = []
         for node in self._returned:
             if not isinstance(node, fx.Node):
@@ -413,37 +462,21 @@ class Executable:
                 values.append(attribute(self.module.graph_module, str(node.target)))
             else:
                 values.append(results[self._numbers[node]])
-        result, changes = self._returned_by(call).fill(values, call.objects)
-        change(call.objects, changes)
-        return result
+        return values
 
 
-def _rewritten(module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, that forward writes into with a gradient."""
-    facts = module.facts.nodes
-    storages = {
-        value.storage
-        for node, fact in facts.items()
-        if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
-        for value in fact.values
-        if value.requires_grad and value.storage in fact.writes
-    }
-    return _arguments_in(storages, module)
-
-
-def _viewed(module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, of which a result with a gradient is a view."""
-    facts, written = module.facts.nodes, module.facts.written
-    results = module.graph_module.graph.output_node().all_input_nodes
-    made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
-    seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
-    return _arguments_in(seen, module)
-
-
-def _arguments_in(storages: set[int], module: TracedModule) -> list[int]:
-    """The caller's tensors, by index, that are in some storages."""
-    facts, given = module.facts.nodes, module.graph_module.graph.find_nodes(op="placeholder")
-    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
+def _writers(module: TracedModule) -> frozenset[int]:
+    """The operators that write into state."""
+    facts, graph = module.facts.nodes, module.graph_module.graph
+    state = {v.storage for node in graph.find_nodes(op="get_attr") for v in facts[node].values}
+    leaves = opaque_leaves(module.graph_module, graph.nodes)
+    writing = {name for name, leaf in leaves.items() if list(leaf.buffers())}
+    return frozenset(
+        op
+        for op, nodes in enumerate(module.nodes)
+        for node in nodes
+        if str(node.target) in writing or not state.isdisjoint(facts[node].writes)
+    )
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:

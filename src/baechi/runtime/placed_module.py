@@ -7,7 +7,7 @@
 `self.forward` and of submodules are the model's own: they run where their weights are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, cast
@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
+from baechi.placers.turn_orders import Rhythm
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
+from baechi.runtime.batched_calls import BatchWeights
 from baechi.runtime.derived_class import derive, placed_state, restore
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
@@ -91,8 +93,12 @@ def executable(
     threads_per_device: int | None,
     compile: bool | Mapping[str, Any],  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs,
+    **microbatches: Any,
 ) -> Executable:
-    """What `apply` makes of a placement, with its arguments and errors."""
+    """What `apply` makes of a placement, with its arguments and errors.
+
+    `microbatches` are those of `Executable` that have to do with them.
+    """
     if graph is not None:
         check_is(graph, OpGraph, "graph")
     if cluster is not None:
@@ -116,6 +122,7 @@ def executable(
     return Executable(
         *(traced, step, placement, places, threads_per_device),
         *(options, cuda_graphs, graph, cluster),
+        **microbatches,
     )
 
 
@@ -208,6 +215,11 @@ class PlacedModule(nn.Module):
         state.known("graph"), state.known("cluster")
         return cast(Schedule, state.current.schedule)
 
+    @property
+    def rhythm(self) -> Rhythm | None:
+        """The turns of micro-batches of the latest call in order, as they run; None without any."""
+        return _state(self).current.rhythm
+
     def schedule_of(self, *args: Any, **kwargs: Any) -> Schedule:
         """The predicted schedule of a step of another shape, for a call of which there is a plan.
 
@@ -251,6 +263,41 @@ class PlacedModule(nn.Module):
     @property
     def _current(self) -> Executable:
         return _state(self).current
+
+    def step(
+        self,
+        *args: Any,
+        targets: Any = None,
+        loss: Callable[..., Any] | None = None,
+        weights: BatchWeights = "mean",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One training step, forward and backward, whose gradients are added to `.grad`.
+
+        As this loop over the micro-batches, in every bit, but with all devices at work at once, and
+        memory for as many of them as that takes:
+
+            for c in chunks: (w_c * loss(model(c), t_c)).backward()
+
+        Args:
+            args: Of the model, for the whole batch.
+            targets: What the loss compares with; cut like the arguments.
+            loss: Of the model's result and the targets, a scalar. None for a model that returns its
+                own: as its result, its first item, or as `loss`.
+            weights: The weight w_c of each micro-batch: `"mean"`, the same with a sum of 1;
+                `"sum"`, 1; or a number for each, such as its share of all tokens.
+            kwargs: Of the model.
+
+        Returns:
+            The weighted sum of the losses, without a graph.
+
+        Raises:
+            InputError: The number of micro-batches does not divide the batch, or an operator mixes
+                samples.
+            ExecutionError: An operator failed, an argument needs a gradient, or a parameter has a
+                hook on its gradient.
+        """
+        return _state(self).step(args, kwargs, targets, loss, weights)
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
         """The placement for people.

@@ -31,6 +31,14 @@ from baechi.errors import (
     TraceError,
 )
 from baechi.records.placement import Measurement, Schedule
+from baechi.runtime.batched_calls import (
+    TARGETS,
+    BatchWeights,
+    Microbatches,
+    ModelWithLoss,
+    key_of_loss,
+    train,
+)
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
@@ -49,6 +57,7 @@ from baechi.tracing.pytrees import tensors_in
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
 _MOST_GLANCES: Final = 4096  # kinds of calls that run the model itself
+_MOST_LOSSES: Final = 8
 
 
 class Specialize(Protocol):
@@ -126,7 +135,8 @@ class PlacedState:
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
         *("_glances", "_limit", "_moves", "_specialize", "_unsplit", "entries", "homes"),
-        *("latest", "loaded", "lock", "meter", "model", "origins", "places", "root"),
+        *("latest", "loaded", "lock", "meter", "microbatches", "model", "origins", "places"),
+        *("root", "steps"),
     )
 
     def __init__(
@@ -135,6 +145,7 @@ class PlacedState:
         places: Sequence[torch.device],
         specialize: Specialize | None = None,
         limit: int = 1,
+        microbatches: Microbatches = Microbatches(1),  # noqa: B008 (it is frozen)
     ) -> None:
         self.model = model
         self.places = tuple(places)
@@ -142,6 +153,8 @@ class PlacedState:
         self._limit = limit
         self.root = Entry(model, "", self)
         self.entries: dict[nn.Module, Entry] = {}  # of the parts
+        self.steps: dict[Any, Entry] = {}  # of the model with a loss, by that
+        self.microbatches = microbatches
         self.latest: Executable | None = None
         self._moves = 0  # of weights; a plan knows at which of them it had its own in place
         # Of calls that run the model itself; none keeps a plan that is dropped.
@@ -223,7 +236,7 @@ class PlacedState:
 
     @property
     def _all_entries(self) -> tuple[Entry, ...]:
-        return (self.root, *self.entries.values())
+        return (self.root, *self.steps.values(), *self.entries.values())
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -256,6 +269,9 @@ class PlacedState:
                             "copy.deepcopy(placed)."
                         )
                     call = canonical_call(entry.module, args, kwargs)
+                    if entry is self.root and self.microbatches.n > 1:
+                        calls = self.microbatches.split(call)
+                        return self.special(entry, calls[0])(calls, self.meter)
                     special = self.special(entry, call)
                 except BaechiError as error:
                     # The cause of a `TraceError` is an error of the model's own, which cannot run.
@@ -294,6 +310,47 @@ class PlacedState:
         except TypeError:
             return None
         return torch.is_grad_enabled(), self.model.training, arguments
+
+    def step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: Any,
+        loss: Callable[..., Any] | None,
+        weights: BatchWeights,
+    ) -> torch.Tensor:
+        """As `PlacedModule.step`."""
+        rows = self.microbatches.weights(weights)
+        if loss is not None and targets is None:
+            raise InputError(
+                "loss= compares the model's result with targets=..., which is missing."
+            )
+        if self._specialize is None:
+            raise InputError(
+                "`apply` was given one plan, without a loss; `baechi.place` makes one."
+            )
+        if targets is not None and loss is None:
+            kwargs = {**kwargs, TARGETS: targets}  # the model's own argument
+        with self.lock, torch.enable_grad():
+            entry = self._step_entry(loss)
+            given = canonical_call(self.model, args, kwargs)
+            positional, named = given.structure.fill(given.tensors)
+            if loss is not None:
+                named = {**named, TARGETS: targets}
+            calls = self.microbatches.split(canonical_call(entry.module, positional, named))
+            return train(self.special(entry, calls[0]), calls, rows, self.meter)
+
+    def _step_entry(self, loss: Callable[..., Any] | None) -> Entry:
+        """The entry of the model with a loss; the oldest of many goes."""
+        key = key_of_loss(loss)
+        if key not in self.steps:
+            while len(self.steps) >= _MOST_LOSSES:
+                oldest = self.steps.pop(next(iter(self.steps)))
+                for special in oldest.specializations:
+                    special.close()
+            self.steps[key] = Entry(ModelWithLoss(self.model, loss), "", self)
+        self.steps[key].module.training = self.model.training
+        return self.steps[key]
 
     def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet, with weights in place."""
@@ -379,7 +436,8 @@ class PlacedState:
 
         While the model itself runs its parts do, too.
         """
-        specials = list(self.root.specializations)
+        specials = [*self.root.specializations]
+        specials += [special for entry in self.steps.values() for special in entry.specializations]
         whole = specials and all(special.unsplit_on for special in specials)
         parts = {
             module: path

@@ -5,12 +5,14 @@ from typing import Any, final
 
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError, InputError
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
-from baechi.torch_support.torch_internals import state_of
+from baechi.torch_support.torch_internals import is_checkpointed, state_of
 from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import HeldObjects
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
@@ -133,3 +135,58 @@ class SharingGuard:
         ]
         shared = (memory[i] for i, j in self._apart if memory[i] == memory[j])
         return all(address is None for address in shared)
+
+
+@final
+class GradientGuard:
+    """The arguments that forward writes into or returns views of, and loses gradients of."""
+
+    def __init__(self, module: TracedModule) -> None:
+        facts, written = module.facts.nodes, module.facts.written
+        wrote = {
+            value.storage
+            for node, fact in facts.items()
+            if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
+            for value in fact.values
+            if value.requires_grad and value.storage in fact.writes
+        }
+        results = module.graph_module.graph.output_node().all_input_nodes
+        made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
+        seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
+        self._rewritten = _arguments_in(wrote, module)
+        self._viewed = _arguments_in(seen, module)
+
+    def check(self, calls: Sequence[Call]) -> None:
+        """Raise an `ExecutionError` if gradients of these calls would be lost."""
+        tensors = [tensor for call in calls for tensor in call.tensors]
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
+            raise ExecutionError(  # it would end at the step's one node, and be lost
+                "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
+                "with gradients passes none on. Call the model under torch.no_grad(), or the "
+                "unsplit one."
+            )
+        if self._rewritten:
+            raise ExecutionError(
+                f"forward writes into its argument {calls[0].names[self._rewritten[0]]!r} in place "
+                "and needs the gradient of what it writes: outside of the model there is no graph "
+                "of the new values. Let forward write into a copy (x = x.clone())."
+            )
+        for index in self._viewed:
+            if calls[0].tensors[index].requires_grad:
+                raise ExecutionError(
+                    f"the model returns a view of its argument {calls[0].names[index]!r}, and "
+                    "autograd would not know that they share memory, where it needs a gradient. "
+                    "Let forward return a copy (x.clone())."
+                )
+        if is_checkpointed():
+            raise ExecutionError(
+                "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
+                "which would run it again for every segment. Call it outside, and let the "
+                "placement recompute: baechi.place(model, devices, checkpoint=...)."
+            )
+
+
+def _arguments_in(storages: set[int], module: TracedModule) -> list[int]:
+    """The caller's tensors, by index, that are in some storages."""
+    facts, given = module.facts.nodes, module.graph_module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]

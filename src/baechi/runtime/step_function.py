@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.runtime.autograd.binding import Bound, BoundResult
-from baechi.runtime.autograd.step import OutputFunction, Step
+from baechi.runtime.autograd.step import OutputFunction, Step, Totals
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
@@ -56,7 +56,7 @@ class Leaves:
         homes = [bound.parameters[parameter] for parameter in self.trained]
         self.slots = [slots[0] for _, slots in homes]
         self.spread = [home for home in homes if len(home[1]) > 1]
-        # One without hooks may be frozen: no tape makes a gradient of it then, and torch takes none.
+        # One without hooks may be frozen: no tape makes its gradient then, and torch takes none.
         names = ("requires_grad", GRADIENT_HOOKS)
         rows = ((p, names[p.requires_grad and p not in self.hooked :]) for p in parameters)
         self._held = HeldObjects((own for _, own in hooks if own is not None), rows)
@@ -88,23 +88,33 @@ class Leaves:
 @final
 @dataclass(eq=False)
 class Plan:
-    """One differentiable call, between its forward and its backward."""
+    """One differentiable call, between its forward and its backward.
+
+    There is a step, and a part of the call, for each micro-batch.
+    """
 
     executor: Executor
-    step: Step
-    call: Call
+    steps: Sequence[Step]
+    calls: Sequence[Call]
     leaves: Leaves
 
     def __post_init__(self) -> None:
         self.token, self._free = self.leaves.take()
         self.spent = False
-        self.graded = [tensor.requires_grad for tensor in self.call.tensors]
-        # The tensors among the results with gradients; of each its result, its number among the
-        # tensors there, and its place in a list.
-        self.outputs: list[tuple[torch.Tensor, BoundResult, int, list[Any], int]] = []
+        # From the last to the first, in which order autograd adds up.
+        self.graded = [
+            (batch, index, tensor)
+            for batch in reversed(range(len(self.calls)))
+            for index, tensor in enumerate(self.calls[batch].tensors)
+            if tensor.requires_grad
+        ]
+        # The tensors among the results with gradients; of each its step, its result, its number
+        # among the tensors there, and its place in a list.
+        self.outputs: list[tuple[torch.Tensor, Step, BoundResult, int, list[Any], int]] = []
         # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
-        self._parts: list[tuple[list[Any], pytree.TreeSpec]] = []  # results, taken apart
+        # The results of each micro-batch, taken apart.
+        self._parts: list[list[tuple[list[Any], pytree.TreeSpec]]] = []
 
     def __del__(self) -> None:
         """Give the node of the parameters to a step to come."""
@@ -112,31 +122,32 @@ class Plan:
 
     def forward(self) -> None:
         """Run the forward, and take its results apart."""
-        step = self.step
         with torch.enable_grad():
-            self.executor.run(step, 0)
-        step.write_back()
-        for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
-            flag = step.flags[row.value]
-            leaves, spec = pytree.tree_flatten(value)
-            self._parts.append((leaves, spec))
-            tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            for number, i in enumerate(tensors):
-                if flag is True or (flag is not False and flag[number]):
-                    self.outputs.append((leaves[i], row, number, leaves, i))
-                    leaves[i] = None
-        step.slots, step.results, step.inputs = [], [], ()
+            self.executor.run(self.steps, 0)
+        for step in self.steps:
+            step.write_back()
+            self._parts.append([])
+            for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
+                flag = step.flags[row.value]
+                leaves, spec = pytree.tree_flatten(value)
+                self._parts[-1].append((leaves, spec))
+                tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                for number, i in enumerate(tensors):
+                    if flag is True or (flag is not False and flag[number]):
+                        self.outputs.append((leaves[i], step, row, number, leaves, i))
+                        leaves[i] = None
+            step.slots, step.results, step.inputs = [], [], ()
 
-    def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
+    def merge(self, tokens: Sequence[torch.Tensor]) -> list[list[Any]]:
         """The results, with autograd's own tensors, each behind its token, if with gradients."""
         outputs, self.outputs = self.outputs, []
-        for token, (value, row, number, leaves, i) in zip(tokens, outputs, strict=True):
+        for token, (value, step, row, number, leaves, i) in zip(tokens, outputs, strict=True):
             slot, shared = (row.grads[number], row.device), row.sharing[number]
-            leaves[i] = output = OutputFunction.apply(self.step, slot, token, value, shared)  # type: ignore[no-untyped-call]
+            leaves[i] = output = OutputFunction.apply(step, slot, token, value, shared)  # type: ignore[no-untyped-call]
             if row.read:
                 self._partial.append((weakref.ref(output), watch_hooks(output)))
         parts, self._parts = self._parts, []  # the caller alone decides how long results live
-        return [pytree.tree_unflatten(leaves, spec) for leaves, spec in parts]
+        return [[pytree.tree_unflatten(leaves, spec) for leaves, spec in row] for row in parts]
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
         """Gradients of token and inputs; `keep` leaves the graph for another backward.
@@ -170,30 +181,41 @@ class Plan:
                     "placed.unplace()."
                 )
         self.spent = not keep
-        step, bound = self.step, self.executor.bound
-        step.keep = keep
-        self.executor.run(step, 1)
+        bound = self.executor.bound
+        totals = None if len(self.steps) == 1 else Totals([None] * len(bound.parameters))
+        for step in self.steps:
+            step.keep = keep
+            step.totals = totals
+        self.executor.run(self.steps, 1)
         end: Any = self.token.new_empty(0)
         result: list[torch.Tensor | None] = [end]
-        rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
-        for tensor, graded, slots in rows:
-            if graded:
-                total = step.taken(slots)
-                result.append(None if total is None else total.to(tensor.device))
-        for device, slots in leaves.spread:
-            with step.counting(device):
-                step.grads[slots[0]] = step.taken(slots)
-        for parameter in leaves.hooked:
-            if gradient_hooks(parameter) and step.grads[bound.parameters[parameter][1][0]] is None:
+        for batch, index, tensor in self.graded:
+            total = self.steps[batch].taken(bound.input_grads[index])
+            result.append(None if total is None else total.to(tensor.device))
+        end.gradients = self._of_parameters(totals)
+        for parameter, gradient in zip(leaves.trained, end.gradients, strict=True):
+            if gradient is None and parameter in leaves.hooked and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
-        end.gradients = tuple(map(step.grads.__getitem__, leaves.slots))
-        self.executor.meet(step)
-        step.grads = [None] * len(step.grads)
+        self.executor.meet(self.steps[0])
+        for step in self.steps:
+            step.totals, step.grads = None, [None] * len(step.grads)
         return result
+
+    def _of_parameters(self, totals: Totals | None) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the parameters that the leaves train, in their order."""
+        leaves, bound = self.leaves, self.executor.bound
+        if totals is not None:
+            found = sum_up(self.steps[::-1], bound, totals)
+            return tuple(map(found.__getitem__, leaves.trained))
+        (step,) = self.steps
+        for device, slots in leaves.spread:
+            with step.counting(device):
+                step.grads[slots[0]] = step.taken(slots)
+        return tuple(map(step.grads.__getitem__, leaves.slots))
 
 
 class LeavesFunction(torch.autograd.Function):
@@ -209,6 +231,18 @@ class LeavesFunction(torch.autograd.Function):
         """The gradients, which the token lets go of: what others hold would not become `.grad`."""
         gradients, token.gradients = token.gradients, None
         return gradients
+
+
+def sum_up(
+    steps: Sequence[Step], bound: Bound, totals: Totals
+) -> dict[torch.nn.Parameter, torch.Tensor | None]:
+    """The gradients of parameters: the totals, and what no tape has added to them, in order."""
+    for number, (device, slots) in enumerate(bound.parameters.values()):
+        for step in steps:
+            with step.counting(device):
+                for slot in slots:
+                    totals.add(number, step.taken((slot,)))
+    return dict(zip(bound.parameters, totals.rows, strict=True))
 
 
 class StepFunction(torch.autograd.Function):

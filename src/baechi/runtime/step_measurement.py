@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from baechi.costs.profile_cache import Conditions, Measured, ProfileStore
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement
+from baechi.runtime.batched_calls import train
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import device_kind, hardware, torch_threads
@@ -175,6 +176,11 @@ class _Steps:
             )
         args, kwargs = self.call.structure.fill(inputs)
         outputs: list[torch.Tensor] = []
+        n = self.executable.batches
+        if self.executable.own_loss:
+            with without_observers(self.model):
+                calls = [replace(self.call, tensors=inputs)] * n
+                return reading(partial(train, self.executable, calls, [1 / n] * n, meter))
 
         def forward() -> None:
             call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
@@ -185,7 +191,7 @@ class _Steps:
                 outputs.extend(tensors_in(self.executable.unsplit(plain, args, kwargs)))
                 return
             with without_observers(self.model):
-                outputs.extend(tensors_in(self.executable(call, meter)))
+                outputs.extend(tensors_in(self.executable([call] * n, meter)))
 
         forward_ns = reading(forward)
         if not self.executable.training:

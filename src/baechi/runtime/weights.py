@@ -5,11 +5,16 @@
     save     the same way back
 
 A parameter stays the same Python object, so ties between modules and an optimizer's list hold.
+
+An optimizer keeps its state beside a parameter, and nothing moves that along. So the first plan
+decides where a parameter lives, and later plans, of other shapes of call, place operators around it
+(`pinned`).
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from operator import itemgetter
 from os import PathLike
@@ -17,12 +22,17 @@ from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from baechi.errors import ExecutionError, FormatError, InputError
+from baechi.records.cluster import Cluster, Constraints
 from baechi.storage.weight_files import DTYPES, StoredTensor, stored_weights, write_weights
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import become, buffers_of
+from baechi.traced.traced_model import Traced
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
+from baechi.tracing.subgraph import opaque_leaves
 from baechi.units import parse_bytes
 from baechi.validation import check_is
 
@@ -31,6 +41,7 @@ _SHOWN: Final = 5  # names of each kind in an error
 
 # A tensor, the place of one in a file, or a function that makes one.
 Source = StoredTensor | torch.Tensor | Callable[[], torch.Tensor]
+ParameterDevices = Mapping[torch.Tensor, int]
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
@@ -286,3 +297,56 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     buffer = torch.empty(min(_BUFFER_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
     for part in torch.split(flat, _BUFFER_BYTES):
         yield _bytes_of(buffer[: len(part)].copy_(part))
+
+
+def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
+    """Every parameter, buffer and constant with the logical device of the operators that own it.
+
+    `devices` are those of every operator, or of more.
+    """
+    homes: dict[torch.Tensor, int] = {}
+    for nodes, device in zip(module.nodes, devices, strict=False):
+        for tensor in _state_of(module, nodes):
+            homes.setdefault(tensor, device)
+    return homes
+
+
+def _state_of(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    inside = set(nodes)
+    tensors = []
+    for node in nodes:
+        for argument in [node, *node.all_input_nodes]:
+            # A buffer that travels lives where its own operator is.
+            if argument.op == "get_attr" and (
+                argument in inside or argument not in module.travelling
+            ):
+                value: Any = attribute(module.graph_module, str(argument.target))
+                tensors += [value] if isinstance(value, torch.Tensor) else []
+    for leaf in opaque_leaves(module.graph_module, nodes).values():
+        tensors += [*leaf.parameters(), *leaf.buffers()]
+    return tensors
+
+
+def pinned(
+    traced: Traced, cluster: Cluster, homes: ParameterDevices, constraints: Constraints | None
+) -> Constraints | None:
+    """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
+
+    `homes` are the tensors that must stay, with their devices.
+    """
+    forbidden: dict[str, set[str]] = defaultdict(set)
+    for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
+        for tensor in _state_of(traced.module, nodes):
+            if tensor in homes:
+                home = cluster.devices[homes[tensor]]
+                forbidden[op.name].update(
+                    device.name
+                    for device in cluster.devices
+                    if device is not home and not (home.pool and device.pool == home.pool)
+                )
+    if not forbidden:
+        return constraints
+    rest = constraints or Constraints()
+    for name, devices in rest.forbidden.items():
+        forbidden[name].update(devices)
+    return replace(rest, forbidden={name: tuple(rows) for name, rows in forbidden.items()})

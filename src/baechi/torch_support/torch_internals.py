@@ -129,6 +129,11 @@ def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     return tensor._backward_hooks or {}
 
 
+def accumulation_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks that `register_post_accumulate_grad_hook` gave a tensor."""
+    return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     """A dict that gets all hooks that a tensor with a graph is ever given.
 

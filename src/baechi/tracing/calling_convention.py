@@ -64,19 +64,22 @@ class Call:
         structure: The arguments `(args, kwargs)` without them.
         autocast: The state of autocast.
         objects: The caller's lists, dicts and objects that hold them, in order.
+        dims: The dimension along which each tensor is a part of a batch, None for one that is
+            whole; empty where all are.
     """
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     autocast: Autocast
     objects: tuple[Any, ...] = ()
+    dims: tuple[int | None, ...] = ()
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
         shapes = tuple((tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors)
         constants = tuple((type(c).__name__, shown(c)) for c in self.structure.constants)
-        return (self.structure.form, constants, shapes, self.autocast)
+        return (self.structure.form, constants, shapes, self.autocast, self.dims)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,8 +17,7 @@ from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
-from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step import Sizes, Step, sharing_of
+from baechi.runtime.autograd.step import Recomputation, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.fx_nodes import op_name
@@ -145,9 +144,9 @@ class _Binder:
         }
         shared = [gradients.share_parameters(tape, part) for tape, part in enumerate(parts)]
         entries = [gradients.entries(tape, part) for tape, part in enumerate(parts)]
-        sums = gradients.sums() if len(self._program.phases) > 1 else {}
+        sums, totals = gradients.sums()
         tapes = [
-            self._code(tape, part, entries[tape], shared[tape], sums.get(tape, ()))
+            self._code(tape, part, entries[tape], shared[tape], (sums[tape], totals[tape]))
             for tape, part in enumerate(parts)
         ]
         inputs = tuple(layout.value(node) for node in self._inputs)
@@ -209,7 +208,7 @@ class _Binder:
         part: Extract,
         entries: Sequence[Entry],
         parameters: tuple[tuple[torch.nn.Parameter, int], ...],
-        sums: Sequence[tuple[int, int]],
+        sums: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]],
     ) -> TapeCode:
         layout = self._layout
         device = layout.device(tape)
@@ -245,7 +244,8 @@ class _Binder:
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             parameters=parameters,
-            sums=tuple(sums),
+            sums=tuple(sums[0]),
+            totals=tuple(sums[1]),
             recomputation=self._recomputation(tape, part)
             if self._program.tapes[tape].again >= 0
             else None,
@@ -336,9 +336,9 @@ class _Binder:
             held[Place(tensor, device)][node] = slot
         copies: tuple[dict[Place, Moves], ...] = tuple({} for _ in self._program.phases)
         frees: tuple[dict[Place, Clears], ...] = tuple({} for _ in self._program.phases)
+        # A tensor of the graph is a value or a gradient, depending on its producer.
+        carried = self._gradients.carried
         for number, phase in enumerate(self._program.phases):
-            # A tensor of the graph is a value or a gradient, depending on its producer.
-            carried = self._gradients.carried if number else {}
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Copy):
                     src = held.get(Place(row.tensor, row.src), {})
@@ -358,21 +358,23 @@ class _Binder:
     ) -> dict[int, tuple[int, ...]]:
         """By tape the slots freed right after its segment that no later tape of it reads.
 
-        Also those that this tape does not read: they may be views of what it does.
+        Also those that this tape does not read: they may be views of what it does. Of several
+        micro-batches, those that all free then.
         """
         phase = self._program.phases[0]
         last: dict[int, tuple[int, ...]] = {}
         for rows in phase.lanes:
-            freed: set[int] = set()
+            freed: dict[int, set[int]] = defaultdict(set)  # by batch
             for row in reversed(rows):
                 if isinstance(row, Free):
-                    freed.update(frees[Place(row.tensor, row.device)].slots)
+                    freed[row.batch].update(frees[Place(row.tensor, row.device)].slots)
                     continue
-                if isinstance(row, Run):
+                if isinstance(row, Run) and not phase.segments[row.segment].backward:
+                    mine = freed[row.batch]
                     for tape in reversed(phase.segments[row.segment].tapes):
-                        last[tape] = tuple(sorted(freed))
-                        freed -= {slot for _, slot in tapes[tape].fills}
-                freed = set()
+                        last[tape] = tuple(sorted(mine.intersection(last.get(tape, mine))))
+                        mine -= {slot for _, slot in tapes[tape].fills}
+                freed.clear()
         return last
 
     def _is_made(self, place: Place) -> bool:

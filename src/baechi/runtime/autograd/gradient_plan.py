@@ -129,7 +129,7 @@ class Gradients:
     def read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
         """Values from outside with gradients; not those that are written, which must stay one.
 
-        Parameters with three readers in several tapes are among them: of two the order is free.
+        Parameters are among them where the order of adding up matters.
         """
         inside = set(nodes)
         written = {storage for node in nodes for storage in self._facts[node].writes}
@@ -145,8 +145,14 @@ class Gradients:
         )
 
     def _is_spread(self, node: fx.Node) -> bool:
-        """True if a parameter has three readers or more, in several tapes."""
-        users = self._readers[id(self._layout.attribute(node))]
+        """True if the order matters in which gradients of a parameter's readers are added.
+
+        That is with three readers in several tapes; or with two, and several micro-batches whose
+        gradients autograd adds up one by one.
+        """
+        users, program = self._readers[id(self._layout.attribute(node))], self._layout.program
+        if program.batches > 1 and len(program.phases) > 1:
+            return len(users) > 1
         return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
 
     def exits(
@@ -277,24 +283,40 @@ class Gradients:
             found[parameter] = self._layout.device(rows[0][1]), slots
         return found
 
-    def sums(self) -> dict[int, list[tuple[int, int]]]:
-        """The terms that each tape's backward adds to gradients of parameters: (slot of sum, slot).
+    def sums(self) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[tuple[int, int]]]]:
+        """The terms that each tape's backward adds to gradients of parameters.
 
-        The order of adding up is that of `of_parameters`; each is added as soon as those before it
-        have come, so that no more of them wait than must.
+        First those of its own micro-batch, (slot of sum, slot). The order of adding up is that of
+        `of_parameters`; each is added as soon as those before it have come, so that no more of them
+        wait than must. Then those that it adds to the sums over all micro-batches, (number of the
+        parameter, slot): the sum of its own where each has a loss of its own, as every backward of
+        a loop makes one. One loss for all sends gradients to all readers of all micro-batches one
+        by one: so they are added where one tape has all readers, and else at the end.
         """
-        order = [t for segment in self._layout.program.phases[-1].segments for t in segment.tapes]
+        program = self._layout.program
+        segments = (row for phase in program.phases for row in phase.segments)
+        order = [t for row in segments if row.backward and not row.again for t in row.tapes]
         rank = {tape: i for i, tape in enumerate(order)}
         sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for shares in self._shares.values():
+        totals: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        joined = len(program.phases) > 1
+        for number, shares in enumerate(self._shares.values()):
             # A tape that only reads it for a mask, or writes it without gradients, has no backward.
             rows = sorted((row for row in shares if row[1] in rank), reverse=True)
-            if len({self._layout.device(tape) for _, tape, _ in rows}) == 1:
-                (_, latest, total), *others = rows
-                for _, tape, slot in others:
-                    latest = max(latest, tape, key=rank.__getitem__)
-                    sums[latest].append((total, slot))
-        return sums
+            tapes = {tape for _, tape, _ in rows}
+            if len({self._layout.device(tape) for tape in tapes}) != 1:
+                continue
+            (_, latest, total), *others = rows
+            if joined and program.batches > 1:
+                if len(tapes) == 1:
+                    totals[latest] += [(number, slot) for *_, slot in rows]
+                continue
+            for _, tape, slot in others:
+                latest = max(latest, tape, key=rank.__getitem__)
+                sums[latest].append((total, slot))
+            if not joined:
+                totals[latest].append((number, total))
+        return sums, totals
 
     def of_input(self, node: fx.Node) -> tuple[int, ...]:
         """The gradients of a tensor that the caller gave, in the order of adding up."""

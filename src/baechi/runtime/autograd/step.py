@@ -2,25 +2,68 @@
 
 A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
 of its lists, in the order that the program gives them. Each output is behind a token, with a slot
-for its gradient.
+for its gradient. A checkpointed tape runs again, bit for bit, from the inputs that it keeps:
+
+    forward     arguments ──► generated code, whose graph ends with it ──► slots
+                    └── kept, with the state of the world then ──┐
+    again       the same arguments, in the same world ──► generated code ──► the tape's graph
+
+The world is what the code reads besides its arguments: the generator, autocast, buffers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.autograd.graph import GradientEdge
 
-from baechi.runtime.autograd.recompute import RecomputeInputs
+from baechi.errors import ExecutionError
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_internals import backward_id, set_version, version_of
+from baechi.torch_support.torch_internals import (
+    backward_id,
+    buffers_of,
+    set_version,
+    version_of,
+)
+from baechi.tracing.guards import Autocast
 from baechi.tracing.lowering import TracedModule
 
 Edges = list[GradientEdge | None]
+
+
+@final
+class Totals:
+    """Gradients of parameters, by number, added up over the micro-batches of a step.
+
+    Args:
+        begun: What is there before, such as the parameter's `.grad`, which is added to in place.
+    """
+
+    def __init__(self, begun: Sequence[torch.Tensor | None]) -> None:
+        self.rows = list(begun)
+        self._owned = [total is not None for total in begun]  # else others may hold it
+
+    def add(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Add one more; as autograd adds to `.grad`."""
+        if gradient is None:
+            return
+        total = self.rows[number]
+        with torch.no_grad():
+            if total is None:
+                self.rows[number] = gradient
+                return
+            gradient = gradient.to(total.device)
+            if total.layout is not torch.strided:
+                self.rows[number] = gradient + total
+            elif self._owned[number]:
+                total.add_(gradient)
+            else:
+                self.rows[number] = total + gradient
+        self._owned[number] = True
 
 
 @final
@@ -76,8 +119,104 @@ class Record:
 
 
 @final
+@dataclass(frozen=True)
+class Recomputation:
+    """The recomputation of a tape."""
+
+    copied: tuple[int, ...]  # arguments that are buffers which the model writes
+    leaves: tuple[nn.Module, ...]  # opaque submodules with buffers that they may write
+    random: bool  # whether it draws random numbers
+    # Of what another tape of the unit makes again: (argument, slot, whether it is the slot's last
+    # reader); and the slots of what it makes for those.
+    crossing: tuple[tuple[int, int, bool], ...]
+    leaving: frozenset[int]
+
+    def keep(self, arguments: Sequence[Any], place: torch.device) -> "RecomputeInputs":
+        """The inputs that the tape keeps to run again, before it runs."""
+        rows = list(arguments)
+        for argument in self.copied:
+            rows[argument] = rows[argument].detach().clone()
+        for argument, *_ in self.crossing:
+            rows[argument] = None
+        versions = [_version(value) for value in rows]
+        buffers = [
+            (owner, name, buffer.detach().clone())
+            for leaf in self.leaves
+            for owner in leaf.modules()
+            for name, buffer in buffers_of(owner).items()
+            if buffer is not None
+        ]
+        random = _random_state(place) if self.random else None
+        return RecomputeInputs(rows, versions, tuple(buffers), random, Autocast.current())
+
+
+def _version(value: Any) -> int:
+    """The count of writes to a tensor; -1 where it is not counted."""
+    known = isinstance(value, torch.Tensor) and not value.is_inference()
+    return version_of(value) if known else -1
+
+
+@final
+@dataclass
+class RecomputeInputs:
+    """The inputs with which a tape runs again."""
+
+    arguments: list[Any]  # of its function
+    versions: list[int]  # the version counter of each; -1 where there is none
+    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]  # of opaque submodules, by name
+    random: torch.Tensor | None  # the generator's state before it ran, if it draws from it
+    autocast: Autocast
+
+    def taken(self, again: Recomputation, crossing: dict[int, Any]) -> list[Any]:
+        """The arguments, for the function to empty; what it may write is copied once more.
+
+        Raises:
+            ExecutionError: One was written since.
+        """
+        for value, version in zip(self.arguments, self.versions, strict=True):
+            if _version(value) != version:
+                raise ExecutionError(
+                    f"a tensor of shape {list(value.shape)} that a checkpointed submodule read was "
+                    "written in place between forward and backward, so its forward cannot run "
+                    "again with it. Write into a copy, or leave the submodule out of checkpoint."
+                )
+        rows = list(self.arguments)
+        for argument in again.copied:
+            rows[argument] = rows[argument].clone()
+        for argument, slot, last in again.crossing:
+            rows[argument] = crossing.pop(slot) if last else crossing[slot]
+        return rows
+
+    @contextmanager
+    def world(self, place: torch.device) -> Iterator[None]:
+        """The block runs as the forward did, with a graph; afterwards all is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.autocast.applied())
+            if self.random is not None:
+                stack.callback(_set_random_state, place, _random_state(place))
+                _set_random_state(place, self.random)
+            for owner, name, value in self.buffers:
+                buffers = buffers_of(owner)
+                stack.callback(buffers.__setitem__, name, buffers[name])
+                buffers[name] = value.clone()
+            yield
+
+
+def _random_state(place: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(place: torch.device, state: torch.Tensor) -> None:
+    if place.type == "cuda":
+        torch.cuda.set_rng_state(state, place)
+    else:
+        torch.set_rng_state(state)
+
+
+@final
 class Step:
-    """One call of a placed model.
+    """One call of a placed model, or one micro-batch of it.
 
     Args:
         differentiate: Whether to record what backward needs.
@@ -114,6 +253,7 @@ class Step:
         self.fetched: dict[int, torch.Tensor] = {}  # inputs that are brought ahead of their readers
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases
+        self.totals: Totals | None = None  # of all micro-batches, where tapes add to them
 
     def counting(self, device: int) -> AbstractContextManager[None]:
         """Count what is made inside; autograd takes the mode along to the thread of a GPU."""

@@ -19,8 +19,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step import CutTensor, Record, Step
+from baechi.runtime.autograd.step import CutTensor, Recomputation, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
@@ -82,6 +81,8 @@ class TapeCode:
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     # (slot of the sum, slot) of what is added up after its backward, in this order.
     sums: tuple[tuple[int, int], ...]
+    # (number of the parameter, slot) of what is then added to the totals over all micro-batches.
+    totals: tuple[tuple[int, int], ...]
     recomputation: Recomputation | None  # if it is checkpointed
     # Slots that nobody reads after its forward; their values live until the code is done with them.
     last: tuple[int, ...] = ()
@@ -275,6 +276,10 @@ class TapeCode:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
         for total, slot in self.sums:
             step.grads[total] = step.taken((total, slot))
+        totals = step.totals
+        if totals is not None:
+            for number, slot in self.totals:
+                totals.add(number, step.taken((slot,)))
 
     def differentiate(self, step: Step) -> None:
         """The backward of this tape alone, without the gradients that other tapes have made.

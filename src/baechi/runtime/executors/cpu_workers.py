@@ -29,6 +29,7 @@ from baechi.tracing.calling_convention import INSIDE
 from baechi.tracing.guards import Autocast
 
 Action = Callable[[Step], None]
+Actions = Sequence[tuple[Action, int]]  # each with its micro-batch
 _State = Callable[[], contextlib.ExitStack]  # makes a context
 
 _UNPLACED: Final = (
@@ -180,8 +181,8 @@ class CpuExecutor:
     def meet(self, step: Step) -> None:
         """All that was done is done."""
 
-    def run(self, step: Step, phase: int) -> None:
-        """Do every lane's instructions, lanes side by side.
+    def run(self, steps: Sequence[Step], phase: int) -> None:
+        """Do every lane's instructions, lanes side by side; there is a step per micro-batch.
 
         Raises:
             ExecutionError: An operator failed, this is a fork of the process with the workers, or
@@ -189,8 +190,9 @@ class CpuExecutor:
         """
         lanes = self._lanes[phase]
         if not self._workers:
-            for action in chain.from_iterable(lanes):  # of the one device, in the caller's thread
-                action(step)
+            rows = chain.from_iterable(lanes)  # of the one device, in the caller's thread
+            for action, batch in rows:
+                action(steps[batch])
             return
         if os.getpid() != self._process:
             raise ExecutionError(
@@ -199,9 +201,9 @@ class CpuExecutor:
                 "start processes with the 'spawn' method."
             )
         with self._busy:  # calls from two threads take turns
-            self._run_side_by_side(step, lanes)
+            self._run_side_by_side(steps, lanes)
 
-    def _run_side_by_side(self, step: Step, lanes: Sequence[Sequence[Action]]) -> None:
+    def _run_side_by_side(self, steps: Sequence[Step], lanes: Sequence[Actions]) -> None:
         gates, state = self._gates, _callers_state()
         if gates.failure is not None:  # a Ctrl-C came while the last failure was cleared away
             gates.reset()
@@ -210,7 +212,7 @@ class CpuExecutor:
             try:
                 while left and gates.failure is None:
                     device = left.pop()
-                    task = partial(_run_lane, step, lanes[device], state, gates)
+                    task = partial(_run_lane, steps, lanes[device], state, gates)
                     self._workers[device].submit(task)
                 for worker in self._workers:
                     worker.wait()
@@ -228,18 +230,18 @@ def _close_all(workers: Sequence[_Worker]) -> None:
         worker.close()
 
 
-def _run_lane(step: Step, actions: Sequence[Action], state: _State, gates: _Gates) -> None:
+def _run_lane(steps: Sequence[Step], actions: Actions, state: _State, gates: _Gates) -> None:
     try:
         with state():
-            for action in actions:
-                action(step)
+            for action, batch in actions:
+                action(steps[batch])
     except _Stopped:
         pass
     except BaseException as error:
         gates.fail(error)
 
 
-def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[list[Action]]:
+def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[Actions]:
     """The actions of each lane in a phase."""
     phase = program.phases[number]
     awaited: dict[tuple[int, int], list[int]] = {}  # the gates of every event, one for each waiter
@@ -249,25 +251,27 @@ def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[l
             if isinstance(row, Wait):
                 waits[lane, position] = gate = gates.add()
                 awaited.setdefault((row.lane, row.position), []).append(gate)
-    lanes: list[list[Action]] = []
+    lanes: list[Actions] = []
     for lane, rows in enumerate(phase.lanes):
-        actions: list[Action] = []
+        actions: list[tuple[Action, int]] = []
         for position, row in enumerate(rows):
             if isinstance(row, Wait):
-                actions.append(partial(gates.wait, waits[lane, position]))
+                actions.append((partial(gates.wait, waits[lane, position]), 0))
             elif isinstance(row, Copy):
-                actions.append(bound.copies[number][Place(row.tensor, row.dst)].hand_over)
+                moves = bound.copies[number][Place(row.tensor, row.dst)]
+                actions.append((moves.hand_over, row.batch))
             elif isinstance(row, Free):
-                actions.append(bound.frees[number][Place(row.tensor, row.device)].clear)
+                clears = bound.frees[number][Place(row.tensor, row.device)]
+                actions.append((clears.clear, row.batch))
             else:
                 segment = phase.segments[row.segment]
-                tapes = [bound.tapes[tape] for tape in segment.tapes]
-                if segment.again:
-                    actions += [tape.recompute for tape in tapes]
-                else:
-                    actions += [tape.backward if number else tape.forward for tape in tapes]
+                run = (
+                    "recompute" if segment.again else "backward" if segment.backward else "forward"
+                )
+                tapes = (bound.tapes[tape] for tape in segment.tapes)
+                actions += [(getattr(tape, run), row.batch) for tape in tapes]
             if (lane, position) in awaited:
-                actions.append(partial(gates.open, awaited[lane, position]))
+                actions.append((partial(gates.open, awaited[lane, position]), 0))
         lanes.append(actions)
     return lanes
 

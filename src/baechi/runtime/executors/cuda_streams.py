@@ -162,17 +162,19 @@ class CudaExecutor:
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
 
-    def run(self, step: Step, phase: int) -> None:
-        """Launch every instruction.
+    def run(self, steps: Sequence[Step], phase: int) -> None:
+        """Launch every instruction; there is a step per micro-batch.
 
         Raises:
             ExecutionError: An operator failed.
         """
+        step = steps[0]
         with self._turn(step) as (alone, events):
-            run: _StepRun = self._begun(step, alone) if phase == 0 else step.own
+            run: _StepRun = self._begun(steps, alone) if phase == 0 else step.own
             run.events = events
             run.held.wake()
-            for gradient in step.grads if self._shared else ():
+            gradients = itertools.chain.from_iterable(each.grads for each in steps)
+            for gradient in gradients if self._shared else ():
                 if gradient is not None and gradient.device in self._shared:
                     run.held.add(gradient)  # the caller's memory, which lanes read that are not his
             rows = self._program.phases[phase]
@@ -182,9 +184,11 @@ class CudaExecutor:
                 for lane, own in enumerate(self._own)
             ]
             with self._fenced(run):
-                pinned = self._fetch(step, run, streams) if phase == 0 else ()
+                # Inputs of several micro-batches come one after another, which takes less memory.
+                ahead = phase == 0 and len(steps) == 1
+                pinned = self._fetch(step, run, streams) if ahead else ()
                 for lane in rows.launch:
-                    self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
+                    self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
                     event = events.get((phase, lane, position[lane]))
                     if event is not None:
                         event.record(streams[lane])
@@ -192,11 +196,13 @@ class CudaExecutor:
                 step.fetched.clear()
                 for event in pinned:  # over by now: they began first, and the caller may write
                     event.synchronize()
-            given = step.results, step.grads[:]  # theirs that are copied, until lanes wait for that
-            if phase == 0:
-                self._give_results(step, run)
-            else:
-                self._give_gradients(step, run)
+            # Theirs that are copied, until lanes wait for that.
+            given = [(each.results, each.grads[:]) for each in steps]
+            for each in steps:
+                if phase == 0:
+                    self._give_results(each, run)
+                else:
+                    self._give_gradients(each, run)
             self._ended(run)
             del given
             if phase and self._graphs is not None and not step.keep:
@@ -224,13 +230,15 @@ class CudaExecutor:
             if alone:
                 self._busy.release()
 
-    def _begun(self, step: Step, alone: bool) -> _StepRun:
+    def _begun(self, steps: Sequence[Step], alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         may = alone and not self._is_captured()
-        replayed = self._graphs is not None and may and self._graphs.begin(step)
+        replayed = self._graphs is not None and may and self._graphs.begin(steps[0])
         callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
-        step.own = run = _StepRun(callers, self._graphs if replayed else None)
-        step.apart = step.apart or bool(self._gpus)
+        run = _StepRun(callers, self._graphs if replayed else None)
+        for step in steps:
+            step.own = run
+            step.apart = step.apart or bool(self._gpus)
         return run
 
     def _is_captured(self) -> bool:
@@ -282,9 +290,10 @@ class CudaExecutor:
         return pinned
 
     def _launch(
-        self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
+        self, steps: Sequence[Step], phase: int, row: Instruction, lane: int, streams: Streams
     ) -> None:
         stream = streams[lane]
+        step = steps[0 if isinstance(row, Wait) else row.batch]
         if isinstance(row, Wait):
             event = step.own.events.get((phase, row.lane, row.position))
             if event is not None and stream is None:
@@ -296,24 +305,25 @@ class CudaExecutor:
         else:
             with _on(stream), step.counting(self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    self._run_tapes(step, phase, self._program.phases[phase].segments[row.segment])
+                    self._run_tapes(step, self._program.phases[phase].segments[row.segment])
                 else:
                     moves = self.bound.copies[phase][Place(row.tensor, row.dst)]
                     made = step.meter is not None or self._places[row.src] != self._places[row.dst]
                     send = partial(self._send, step, row, streams, phase)
                     move(step, moves, send, together=made)
 
-    def _run_tapes(self, step: Step, phase: int, segment: Segment) -> None:
+    def _run_tapes(self, step: Step, segment: Segment) -> None:
         graphs = step.own.graphs
         for index in segment.tapes:
             tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
-            for arriving in () if phase else self.bound.tapes[index].inputs:
+            backward = segment.again or segment.backward
+            for arriving in () if backward else self.bound.tapes[index].inputs:
                 event = step.own.arrivals.pop(arriving, None)
                 if event is not None:
                     torch.cuda.current_stream(self.bound.tapes[index].place).wait_event(event)
             if segment.again:
                 tape.recompute(step)
-            elif phase:
+            elif segment.backward:
                 tape.backward(step)
             else:
                 tape.forward(step)

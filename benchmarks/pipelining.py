@@ -1,0 +1,175 @@
+"""Claim: micro-batches put a chain of layers on two devices in little more than half of the time.
+
+    OMP_NUM_THREADS=1 python3 -m benchmarks.pipelining            # --quick: few rounds
+
+A GPT of 6 layers, 256 wide, 16 sequences of 64 tokens in 8 micro-batches, on two logical CPU
+devices of one thread each; the loop over micro-batches in one thread is the reference. Ideal is
+(M + 1) / 2M = 0.5625. Then the same turns on one logical device, which should take what the loop
+does. All ways take turns in one process; a figure is a ratio of medians of time.
+
+`--peaks` prints the metered peaks of steps of 8 and of 32 micro-batches of one size, and `--plans`
+the time that place() takes for 2 and for 32.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import torch
+import typer
+from benchmarks.environment import environment
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import baechi
+
+VOCABULARY: Final = 1_000
+_M: Final = 8
+_ONE: Final = {"cpu:0": "8GiB"}
+_TWO: Final = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of [batch, length, width], the same shape."""
+        batch, length, width = x.shape
+        rows = self.qkv(self.before(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = rows.permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks, and a head."""
+
+    def __init__(self, layers: int = 6, width: int = 256, length: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits, [batch, length, vocabulary], of token numbers, [batch, length]."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def loop(model: nn.Module, ids: Tensor, targets: Tensor, n: int) -> None:
+    """The reference: micro-batches one after the other."""
+    for c, t in zip(ids.chunk(n), targets.chunk(n), strict=True):
+        (criterion(model(c), t) / n).backward()
+
+
+def whole(model: nn.Module, ids: Tensor, targets: Tensor) -> None:
+    """A call and a loss of the whole batch."""
+    criterion(model(ids), targets).backward()
+
+
+def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each way, in turns; each round begins with a step that does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            run()
+            for _ in range(2):
+                began = time.perf_counter()
+                run()
+                samples[name].append(time.perf_counter() - began)
+    return {name: statistics.median(row) for name, row in samples.items()}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds of steps.")] = 15,
+    quick: Annotated[bool, typer.Option(help="Few rounds.")] = False,
+    peaks: Annotated[bool, typer.Option(help="Metered peaks for 8 and 32.")] = False,
+    plans: Annotated[bool, typer.Option(help="Time of place() for 2 and 32.")] = False,
+) -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    console = Console(width=110)
+    console.print(environment())
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (16, 64))
+    targets = torch.randint(0, VOCABULARY, (16, 64))
+    plain = GPT()
+    if plans:
+        return print_plans(console, plain)
+    if peaks:
+        return print_peaks(console, plain)
+    options = {"microbatches": _M, "threads_per_device": 1, "progress": False}
+    two = baechi.place(copy.deepcopy(plain), _TWO, **options)
+    calls = baechi.place(copy.deepcopy(plain), _TWO, **options)
+    one = baechi.place(copy.deepcopy(plain), _ONE, **options)
+    ways: dict[str, Callable[[], Any]] = {
+        "loop": lambda: loop(plain, ids, targets, _M),
+        "step": lambda: two.step(ids, targets=targets, loss=criterion),
+        "placed(x)": lambda: whole(calls, ids, targets),
+        "one device": lambda: one.step(ids, targets=targets, loss=criterion),
+    }
+    found = timed(ways, 3 if quick else rounds)
+    table = Table("", "devices", "ms", "of the loop", "predicted ms", "predicted / measured")
+    placed = {"step": two, "placed(x)": calls, "one device": one}
+    for name, seconds in found.items():
+        row = [name, "1", f"{seconds * 1e3:.1f}", f"{seconds / found['loop']:.3f}"]
+        if name in placed:
+            predicted = placed[name].rhythm.step_ns / 1e9
+            row[1] = str(len(set(placed[name].placement.devices)))
+            row += [f"{predicted * 1e3:.1f}", f"{predicted / seconds:.3f}"]
+        table.add_row(*row)
+    console.print(table)
+    return None
+
+
+def print_peaks(console: Console, plain: nn.Module) -> None:
+    """Metered peaks of steps, with micro-batches of two sequences."""
+    table = Table("micro-batches", "metered MiB", "predicted MiB")
+    for n in (8, 32):
+        ids = torch.randint(0, VOCABULARY, (2 * n, 64))
+        options = {"microbatches": n, "threads_per_device": 1, "progress": False}
+        placed = baechi.place(copy.deepcopy(plain), _TWO, **options)
+        placed.step(ids, targets=ids, loss=criterion)
+        placed.zero_grad()
+        with placed.metered() as meter:
+            placed.step(ids, targets=ids, loss=criterion)
+        rows = (meter.peak_bytes, placed.rhythm.peak_bytes)
+        table.add_row(str(n), *(", ".join(f"{b / 2**20:.2f}" for b in row) for row in rows))
+    console.print(table)
+
+
+def print_plans(console: Console, plain: nn.Module) -> None:
+    """Seconds of processor time until the first step of so many micro-batches is done."""
+    for n in (2, 32, 2, 32):
+        ids = torch.randint(0, VOCABULARY, (2 * n, 64))
+        options = {"microbatches": n, "threads_per_device": 1, "progress": False}
+        placed = baechi.place(copy.deepcopy(plain), _TWO, **options)
+        began = time.process_time()
+        placed.step(ids, targets=ids, loss=criterion)
+        first = time.process_time() - began
+        began = time.process_time()
+        placed.step(ids, targets=ids, loss=criterion)
+        console.print(f"{n} micro-batches: {first - (time.process_time() - began):.2f} s to plan")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,279 @@
+"""Placements of a graph that a step runs for several micro-batches, and the order of their turns.
+
+A placement is best for micro-batches where the busiest device has little to do, and best for one
+where the path is short, so candidates come from both ends:
+
+- what the placer finds for one micro-batch;
+- `stages`: contiguous splits with the smallest bottleneck, by dynamic programming from the last
+  stage to the first. A stage with s - 1 stages behind it holds what min(s, M) micro-batches keep
+  for their backward;
+- `auto` on the copies of the coarse graph (`problem/microbatches.py`), where they are few enough:
+  it finds interleavings, in which a device has several stages.
+
+Each gets its best order of turns (`turn_orders`), and the shortest step of all copies wins. Among
+steps within a hundredth of it the one with the fewest turns does: what a turn costs besides its
+operators is not on the clock.
+
+Source of the program: Tarnawski et al., "Piper" (NeurIPS 2021), section 3, where memory grows by
+the stages behind; here without replicas. Complexity: O(blocks**2 * devices) per number of stages.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.placers.auto import Auto
+from baechi.placers.contiguous import blocks_of
+from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.heft import HEFT, PEFT
+from baechi.placers.placer import Placer, live_loads
+from baechi.placers.turn_orders import Order, shortest_order
+from baechi.problem.coarsening import Coarse, coarsen
+from baechi.problem.microbatches import Turns, Unrolled, segments_of
+from baechi.problem.problem_arrays import LIMIT, Problem
+from baechi.problem.simulation import fits_memory
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement
+from baechi.validation import FrozenDict
+
+# Blocks of neighboring groups between which stages are cut: programs of some milliseconds.
+_BLOCKS: Final = 256
+# Copies of the blocks' forward and backward that are placed freely, of so many micro-batches.
+_MOST_COPIES: Final = 16
+_COPIES: Final = {
+    "fast": (1_000,),
+    "balanced": (500, 1_000, 2_000),
+    "thorough": (500, 1_000, 2_000, 4_000, 8_000),
+}
+# How often a row of devices gets stages in turn, and splits with the best estimates of each.
+_LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
+_SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
+# Candidates that get the best order that the effort finds; the others get that of a fast solve.
+_ORDERED: Final = {"balanced": 2, "thorough": 12}
+# A step so much longer, as a part, is as good if it has fewer turns.
+_ALIKE: Final = 100
+
+# A name, and the devices and the order of the ops of one micro-batch.
+Candidate: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def pipelined(
+    graph: OpGraph,
+    problem: Problem,
+    one: Placement,
+    placer: Placer,
+    effort: str,
+    microbatches: int,
+) -> Placement | None:
+    """The best placement found for several micro-batches, with its turns; `None` if none fits.
+
+    Args:
+        graph: The graph of one micro-batch.
+        problem: The same with its cluster and constraints.
+        one: The placer's placement of it.
+        placer: `Auto` tries all candidates, any other placer only `one`.
+        effort: How many candidates, and how many orders of each.
+        microbatches: Their number, at least 2.
+    """
+    if problem.max_devices is not None:
+        problem = problem.within(next(device_choices(problem)))
+    steps: dict[str, int | float | str] = {}
+    rated: list[tuple[int, Turns, str, Order]] = []
+    for label, devices, order in _candidates(graph, problem, one, placer, effort, microbatches):
+        if problem.timeline().fold(np.array(devices, np.int32), np.array(order, np.int32)) >= 0:
+            continue  # there is no path
+        placed = Placement(graph.digest, devices, order)
+        turns = Turns(graph, problem, placed, segments_of(graph, placed), microbatches)
+        _rate(turns, "fast", label, steps, rated)
+    rated.sort(key=lambda row: row[0])
+    if effort != "fast":
+        for _, turns, label, _ in rated[: _ORDERED[effort]]:
+            _rate(turns, effort, label, steps, rated)
+    if not rated:
+        return None
+    least_ns = min(step_ns for step_ns, *_ in rated)
+    alike = [row for row in rated if row[0] * _ALIKE <= least_ns * (_ALIKE + 1)]
+    step_ns, turns, label, launches = min(alike, key=lambda row: (len(row[3]), row[0]))
+    return replace(
+        turns.placement,
+        placer=placer.name,
+        stats=FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label}),
+        microbatches=microbatches,
+        turns=launches,
+    )
+
+
+def _rate(
+    turns: Turns,
+    effort: str,
+    label: str,
+    steps: dict[str, int | float | str],
+    rated: list[tuple[int, Turns, str, Order]],
+) -> None:
+    """Add the best order of the turns to those rated, if it fits, and its step to the table."""
+    order, timeline = shortest_order(turns, effort)
+    if fits_memory(turns.problem, timeline):
+        step_ns = timeline.makespan()
+        steps[label] = step_ns
+        rated.append((step_ns, turns, label, order))
+    else:
+        steps.setdefault(label, "does not fit")
+
+
+def _candidates(
+    graph: OpGraph, problem: Problem, one: Placement, placer: Placer, effort: str, microbatches: int
+) -> Iterator[Candidate]:
+    """Devices and orders of the ops of one micro-batch, each set of devices once."""
+    yield f"{placer.name}/one", one.devices, one.order
+    if not isinstance(placer, Auto):
+        return
+    seen, order = {one.devices}, tuple(range(problem.arrays.ops))
+    rows = (
+        _stages(graph, problem, effort, microbatches),
+        _interleaved(graph, problem, effort, microbatches),
+    )
+    for name, devices in chain(*rows):
+        where = tuple(devices.tolist())
+        if where not in seen:
+            seen.add(where)
+            yield name, where, order
+
+
+def _stages(
+    graph: OpGraph, problem: Problem, effort: str, microbatches: int
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Contiguous splits of the groups, in index order, of least bottleneck: the best estimates."""
+    blocks = _Blocks(graph, problem, microbatches)
+    kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
+    devices = range(len(kinds))
+    rows = (
+        list(devices),
+        sorted(devices, key=lambda d: (-memory[d], work[d], d)),
+        sorted(devices, key=lambda d: (work[d], -memory[d], d)),
+    )
+    for laps in _LAPS[effort]:
+        found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
+        # Where what is in flight has no room, fewer will be, which the order of turns sees to.
+        for in_flight in dict.fromkeys((microbatches, 2, 1)):
+            for row, used in product(rows, range(2, problem.most_devices + 1)):
+                key = tuple(kinds[device] for device in row[:used])
+                split = None if key in found else blocks.split(row[:used], laps, in_flight)
+                if split is not None:
+                    found[key] = split
+            if found:
+                break
+        best = sorted(found.items(), key=lambda entry: entry[1][0])[: _SPLITS[effort]]
+        for at, (key, (_, where)) in enumerate(best):
+            yield f"stages/{len(key)}x{laps}{f'.{at}' if at else ''}", where
+
+
+@final
+class _Blocks:
+    """Blocks of neighboring groups in index order; a matrix has the first and the next block."""
+
+    def __init__(self, graph: OpGraph, problem: Problem, microbatches: int) -> None:
+        arrays = problem.arrays
+        costs, self._count, self._block = _cut(problem, _BLOCKS)
+        self._where = self._block[arrays.op_group]
+        self._problem, self._microbatches = problem, microbatches
+        self._work = [self._between(times, self._where) for times in problem.durations]
+        loads = live_loads(problem, range(arrays.ops), microbatches)
+        self._loads = np.max([self._between(load, self._block) for load in loads], axis=0)
+        # What one batch keeps of the forward for the backward.
+        first, last = arrays.extents(np.arange(arrays.ops))
+        held = (first < graph.n_forward) & (last > graph.n_forward)
+        self._held = self._between(arrays.nbytes * held, self._where[arrays.producer])
+        self._forbidden = [self._between(~row, self._block) > 0 for row in problem.allowed]
+        crossing = np.zeros(self._count + 2, np.int64)
+        first, last = arrays.extents(self._where.astype(np.int64))
+        np.add.at(crossing, first + 1, costs)
+        np.subtract.at(crossing, last + 1, costs)
+        cuts = np.cumsum(crossing)[: self._count + 1]
+        self._moves = (cuts[:, None] + cuts[None, :]) // 2
+
+    def _between(self, values: NDArray[Any], block: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Sums of values from one block up to another, given the block of each."""
+        sums = np.zeros(self._count + 1, np.int64)
+        np.add.at(sums, block.astype(np.int64) + 1, values.astype(np.int64))
+        sums = np.cumsum(sums)
+        return np.asarray(sums[None, :] - sums[:, None])
+
+    def split(
+        self, row: Sequence[int], laps: int, in_flight: int
+    ) -> tuple[int, NDArray[np.int32]] | None:
+        """The stages of least bottleneck on these devices, taken several times in turn.
+
+        An estimate of the step, and the device of every op; `None` if nothing fits.
+        """
+        n = self._count + 1
+        least = np.full(n, LIMIT)
+        least[-1] = 0
+        ends = []
+        empty = np.tril(np.ones((n, n), np.bool_))
+        stages = [*row] * laps
+        for behind, device in enumerate(reversed(stages)):
+            held = self._loads + min(in_flight - 1, behind // laps) * self._held
+            full = held > self._problem.device_share[device] // laps
+            work = self._work[self._problem.device_class[device]]
+            time = np.where(empty | full | self._forbidden[device], LIMIT, work)
+            time = np.maximum(np.maximum(time, self._moves), least[None, :])
+            ends.append(time.argmin(axis=1))
+            least = time.min(axis=1)
+        if least[0] >= LIMIT:
+            return None
+        at, stage_of = 0, np.empty(self._count, np.int32)
+        load, fill_ns = dict.fromkeys(row, 0), 0
+        for stage, (device, end) in enumerate(zip(stages, reversed(ends), strict=True)):
+            work_ns = int(self._work[self._problem.device_class[device]][at, end[at]])
+            load[device] += work_ns
+            fill_ns += work_ns if stage < len(row) - 1 else 0
+            stage_of[at : end[at]] = device
+            at = int(end[at])
+        return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
+
+
+def _interleaved(
+    graph: OpGraph, problem: Problem, effort: str, microbatches: int
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """What list schedulers and `auto` find for copies of graphs of blocks."""
+    copies = min(microbatches, _MOST_COPIES)
+    lists: tuple[Placer, ...] = (HEFT(),)
+    for size in _COPIES[effort]:
+        coarse = _coarse(graph, problem, size // (2 * copies))
+        late = coarse.tensors >= len(graph.tensors)
+        unrolled = Unrolled(coarse.arrays, late, copies)
+        whole = unrolled.problem(coarse.lumped())
+        placers = lists if effort == "fast" else (*lists, PEFT(), Auto(effort="fast"))
+        for placer in placers:
+            placement = placer.place(whole)
+            if placement is not None:
+                where = np.array(placement.devices, np.int32)[unrolled.position[0]]
+                yield f"{placer.name}/{size} copies", where[coarse.part_of]
+
+
+def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
+    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group."""
+    costs = np.array(_core.mean_transfers(problem.core), np.int64)
+    return costs, *blocks_of(problem, tuple(range(problem.arrays.groups)), costs, most)
+
+
+def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
+    """The blocks' forward ops, the loss, and the blocks' other ops; or else the usual coarse graph.
+
+    That is used where the first has a cycle.
+    """
+    _, count, block = _cut(problem, most)
+    where, loss, op = block[problem.arrays.op_group], graph.n_forward, np.arange(len(graph.ops))
+    key = np.where(op < loss, where, 2 * count - where)
+    key[loss : loss + 1] = count
+    _, first, part_of = np.unique(key, return_index=True, return_inverse=True)
+    makers, readers = problem.arrays.edges()
+    if (part_of[makers] > part_of[readers]).any():
+        return coarsen(problem)
+    _, part, group = np.unique(where[first], return_index=True, return_inverse=True)
+    return Coarse(problem, part_of.astype(np.int32), part[group].astype(np.int32))

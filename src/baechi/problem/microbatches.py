@@ -1,0 +1,420 @@
+"""Micro-batches: copies of the graph of one micro-batch, and the segments that take turns.
+
+A step of M micro-batches is M copies of the graph. Copies of an op share a device and their state:
+
+    batch 0    F ──► loss ──► B          a zero-byte edge from each copy of an op with state to the
+               ┊              ┊          next one keeps its updates in the order of the batches
+    batch 1    F ──► loss ──► B
+
+- Persistent bytes are there once. Late bytes, the gradients of parameters, are allocated by the
+  first copy; another copy's are held beside them until they are added: to the end of the op, or of
+  the segment that has it.
+- Index order is batch-major: a scheduler that breaks ties by index prefers the lower batch, and in
+  it what comes first. With one loss for all batches (`joined`), all forward ops come before it, and
+  backward ops after it from the last batch to the first, as autograd goes through a concatenation.
+
+A *turn* is a segment with a batch. `Turns` are the turns of a placed graph as a graph of their own:
+a turn is an op, on the one device that it may use.
+
+Copies of an op in another order than that of the batches, or of turns, would gain nothing: if the
+k-th to run of every op is called batch k, no op waits longer, and no tensor lives longer.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.errors import InputError
+from baechi.problem.coarsening import Coarse, graph_of
+from baechi.problem.cutting import Cutter, Piece
+from baechi.problem.problem_arrays import ArrayGraph, Problem
+from baechi.records.cluster import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.graph_arrays import GraphArrays
+from baechi.records.placement import Placement
+from baechi.validation import check_positive
+
+# Op a, op b and a number of batches: b of batch i + number waits for a of batch i.
+Link = tuple[int, int, int]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """The copies of a graph, as columns.
+
+    Attributes:
+        one: The graph of one micro-batch, in its explicit form.
+        late: True for the tensors that are late bytes.
+        microbatches: The number of copies.
+        joined: The op of which there is one for all batches: the loss; -1 if there is none.
+        links: Order of copies beside that of the tensors.
+        until: For every op, the op with which its late bytes have been added to the first copy's.
+        ranked: Another index order, a row per batch. It need not be topological, for schedulers
+            that break ties by index and need no more of it.
+    """
+
+    one: GraphArrays
+    late: NDArray[np.bool_]
+    microbatches: int
+    joined: int = -1
+    links: tuple[Link, ...] = ()
+    until: NDArray[np.int32] | None = None
+    ranked: NDArray[np.int32] | None = None
+
+    @cached_property
+    def position(self) -> NDArray[np.int32]:
+        """The op that is the copy of an op (column) in a batch (row)."""
+        if self.ranked is not None:
+            return self.ranked
+        n, loss = self.one.ops, self.joined
+        batch = np.arange(self.microbatches, dtype=np.int32)[:, None]
+        op = np.arange(n, dtype=np.int32)
+        if loss < 0:
+            return batch * n + op
+        after = self.microbatches * loss - loss + (self.microbatches - 1 - batch) * (n - loss - 1)
+        rows = np.where(op < loss, batch * loss + op, after + op)
+        rows[:, loss] = self.microbatches * loss
+        return rows.astype(np.int32)
+
+    @cached_property
+    def arrays(self) -> GraphArrays:
+        """The columns of all copies, and of a tensor without bytes for every link."""
+        one, where = self.one, self.position
+        size = int(where.max(initial=-1)) + 1
+        # The copy that allocates late bytes, and the tensors that others hold for themselves.
+        first = self.microbatches - 1 if self.joined >= 0 else 0
+        until = np.arange(one.ops, dtype=np.int32) if self.until is None else self.until
+        held = np.flatnonzero(self.late & (until[one.producer] != one.producer))
+        added = self.late.copy()
+        added[held] = False
+        counts = np.diff(one.consumer_begin)
+        more = counts + np.isin(np.arange(one.tensors), held)
+        readers = np.insert(one.consumers, one.consumer_begin[held], until[one.producer[held]])
+        workspace = one.workspace.copy()
+        np.add.at(workspace, one.producer[added], one.nbytes[added])
+        copies = [
+            (one.nbytes, one.kept, counts, one.consumers, one.workspace)
+            if batch == first
+            else (one.nbytes * ~added, one.kept * ~self.late, more, readers, workspace)
+            for batch in range(self.microbatches)
+        ]
+        pairs = [
+            (where[batch, op], where[batch + lag, other])
+            for op, other, lag in self.links
+            for batch in range(self.microbatches)
+            if 0 <= batch + lag < self.microbatches
+        ]
+        makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
+        none = np.zeros(len(pairs), np.int64)
+        sizes = np.concatenate([*(row[2] for row in copies), none + 1])
+        consumers = np.concatenate(
+            [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
+        )
+        if self.ranked is not None:
+            consumers = consumers[np.lexsort((consumers, np.repeat(np.arange(len(sizes)), sizes)))]
+
+        def summed(rows: Sequence[NDArray[np.int64]] | NDArray[np.int64]) -> NDArray[np.int64]:
+            total = np.zeros(size, np.int64)
+            # Not left to `add.at`: NumPy 2.4 reads beyond a row that it would have to repeat.
+            np.add.at(total, where, np.broadcast_to(rows, where.shape))
+            return total
+
+        persistent, group = np.zeros(size, np.int64), np.zeros(size, np.int32)
+        persistent[where[0]] = one.persistent
+        group[where] = one.op_group
+        return GraphArrays(
+            times=summed(one.times),
+            kind_times={kind: summed(row) for kind, row in one.kind_times.items()},
+            persistent=persistent,
+            workspace=summed([row[4] for row in copies]),
+            launch=summed(one.launch),
+            op_group=group,
+            producer=np.concatenate([where[:, one.producer].reshape(-1), makers]),
+            nbytes=np.concatenate([*(row[0] for row in copies), none]),
+            kept=np.concatenate([*(row[1] for row in copies), none]).astype(np.uint8),
+            consumer_begin=np.concatenate([none[:0], [0], np.cumsum(sizes)]).astype(np.int64),
+            consumers=consumers,
+        )
+
+    def problem(self, one: Problem, allowed: NDArray[np.bool_] | None = None) -> Problem:
+        """The copies on the cluster of a problem of one micro-batch, under its constraints.
+
+        `allowed` are the devices of every group; by default those that the problem allows it.
+        """
+        asked = f"{one.source.digest} {self.microbatches} {self.joined} {self.links}"
+        rows = [row.tobytes() for row in (self.until, self.ranked) if row is not None]
+        digest = hashlib.sha256(b"".join([asked.encode(), *rows])).hexdigest()
+        source = ArrayGraph(self.arrays, digest, lambda: self.graph(one.graph))
+        if allowed is None:
+            allowed = one.allowed
+        elif one.constraints is None:
+            return Problem(source, one.cluster, Constraints(), allowed)
+        return Problem(source, one.cluster, one.constraints, allowed)
+
+    def graph(self, one: OpGraph) -> OpGraph:
+        """The copies as values: the first has the names of `one`, copy i of an op `name@i`."""
+        size = len(self.arrays.times)
+        names, groups = [""] * size, [""] * size
+        for op, row in enumerate(one.ops):
+            group = row.group
+            if group is None:
+                group = f"{row.name}@"
+                while group in one.groups:
+                    group += "@"
+            for batch, at in enumerate(self.position[:, op].tolist()):
+                names[at] = names[at] or (f"{row.name}@{batch}" if batch else row.name)
+                groups[at] = group
+        return graph_of(self.arrays, names, groups)
+
+
+def unrolled(
+    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+) -> Unrolled:
+    """The copies of a graph as columns; the arguments are those of `unroll`."""
+    loss = graph.n_forward if joined and graph.is_training else -1
+    one = graph.explicit.arrays
+    late = np.arange(one.tensors) >= len(graph.tensors)
+    state = one.group_persistent > 0
+    state[one.op_group[one.producer[late]]] = True
+    links = _in_turn(np.flatnonzero(state[one.op_group]).tolist(), loss)
+    ends = None if until is None else np.array(until, np.int32)
+    return Unrolled(one, late, microbatches, loss, links, ends)
+
+
+def unroll(
+    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+) -> OpGraph:
+    """The graph of a step of several micro-batches.
+
+    Args:
+        graph: The graph of one micro-batch.
+        microbatches: Their number.
+        joined: Whether there is one loss for all of them, if the graph trains, in place of one for
+            each.
+        until: For every op, the op with which its late bytes have been added to those of the other
+            batches; the op itself by default.
+
+    Raises:
+        InputError: The number is not positive, or an op is named like a copy of another.
+    """
+    check_positive(microbatches, "microbatches")
+    return unrolled(graph, microbatches, joined=joined, until=until).graph(graph.explicit)
+
+
+def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The ops of every segment of a placed graph: those of the forward, the loss, the others.
+
+    A segment ends where an output must leave and begins where an input arrives (`cutting`).
+    """
+    n, instant = graph.n_forward, {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
+    phases = ([op for op in placement.order if op < n], [op for op in placement.order if op > n])
+    forward, backward = (
+        tuple(
+            event.ops
+            for event in Cutter(graph, placement.devices, ops, False, None, instant).cut()
+            if isinstance(event, Piece)
+        )
+        for ops in phases
+    )
+    return (*forward, *(((n,),) if graph.is_training else ()), *backward)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The turns of a placed graph.
+
+    Attributes:
+        graph: The graph of one micro-batch.
+        problem: The same with its cluster and constraints.
+        placement: Its placement; the order does not matter here.
+        segments: The ops of every segment, in their order.
+        microbatches: Their number.
+        joined: Whether there is one loss for all batches.
+        overhead_ns: Added to the turns of segments that take time.
+    """
+
+    graph: OpGraph
+    problem: Problem
+    placement: Placement
+    segments: tuple[tuple[int, ...], ...]
+    microbatches: int
+    joined: bool = False
+    overhead_ns: int = 0
+
+    def __post_init__(self) -> None:
+        listed = sorted(chain.from_iterable(self.segments))
+        if listed != list(range(len(self.graph.ops))) or not all(self.segments):
+            raise InputError("segments must have every op of the graph once, and none be empty.")
+        parted = [
+            row for row in self.segments if len({self.placement.devices[op] for op in row}) > 1
+        ]
+        if parted:
+            names = [self.graph.ops[op].name for op in parted[0]]
+            raise InputError(f"a segment is on one device, but {names} are on several.")
+        makers, readers = self.problem.arrays.edges()
+        if (self._part_of[makers] > self._part_of[readers]).any():
+            raise InputError("segments must be in topological order: one reads what a later makes.")
+        if self._loss >= 0 and len(self.segments[self._loss]) > 1:
+            raise InputError("a loss that is joined must be alone in its segment.")
+
+    @cached_property
+    def _part_of(self) -> NDArray[np.int32]:
+        part_of = np.empty(len(self.graph.ops), np.int32)
+        for index, row in enumerate(self.segments):
+            part_of[list(row)] = index
+        return part_of
+
+    @property
+    def _loss(self) -> int:
+        """The segment of a loss that is joined, or -1."""
+        joined = self.joined and self.graph.is_training
+        return int(self._part_of[self.graph.n_forward]) if joined else -1
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The device of every segment."""
+        return tuple(self.placement.devices[row[0]] for row in self.segments)
+
+    @cached_property
+    def ops(self) -> tuple[Unrolled, Problem]:
+        """The copies of all ops, on their devices."""
+        copies = _copies(self.graph, self.segments, self.microbatches, self.joined)
+        return copies, copies.problem(
+            self.problem, self._pinned(self.problem.arrays, self.placement.devices)
+        )
+
+    def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
+        """True for the device of every group."""
+        allowed = np.zeros((len(self.problem.cluster.devices), arrays.groups), np.bool_)
+        allowed[list(devices), arrays.op_group] = True
+        return allowed
+
+    @cached_property
+    def _segment_graph(self) -> tuple[GraphArrays, NDArray[np.bool_]]:
+        """The segments of one micro-batch as ops, and which of their tensors are late bytes."""
+        first = [self.homes.index(device) for device in self.homes]
+        coarse = Coarse(self.problem, self._part_of, np.array(first, np.int32))
+        arrays, over = coarse.arrays, self.overhead_ns
+        if over:
+            kinds = {kind: row + over * (row > 0) for kind, row in arrays.kind_times.items()}
+            times = arrays.times + over * (arrays.times > 0)
+            arrays = replace(arrays, times=times, kind_times=kinds)
+        return arrays, coarse.tensors >= len(self.graph.tensors)
+
+    def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
+        """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
+
+        A batch is in flight on a device from its first segment there to its last. With `urgent`,
+        index order is by depth: turns for which none waits are last, and of the others that with
+        the longest path before it is first. So a backward turn comes before a forward one, and
+        both before one that only makes gradients of parameters.
+        """
+        arrays, late = self._segment_graph
+        links: tuple[Link, ...] = ()
+        if most:
+            rows = list(enumerate(self.homes))
+            on = [[row for row, other in rows if other == home] for home in set(self.homes)]
+            links = tuple((own[-1], own[0], most) for own in on)
+        copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
+        if urgent:
+            copies = replace(copies, ranked=self._by_depth(copies.position))
+        return copies, copies.problem(self.problem, self._pinned(arrays, self.homes))
+
+    def _by_depth(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The index order of urgent turns, given the usual one."""
+        arrays = self._segment_graph[0]
+        makers, readers = arrays.edges()
+        order = np.argsort(makers, kind="stable")
+        ends = (makers[order], readers[order], np.zeros(len(makers)))
+        depth = np.array(_core.longest_paths(arrays.times.astype(np.float64), *ends)[0])
+        depth[np.bincount(makers, minlength=arrays.ops) == 0] = -1
+        turns, first = np.unique(position.reshape(-1), return_index=True)
+        rank = np.empty(len(turns), np.int32)
+        rank[np.lexsort((turns, -np.tile(depth, self.microbatches)[first]))] = turns
+        return rank[position]
+
+    @property
+    def one_by_one(self) -> tuple[tuple[int, int], ...]:
+        """One batch after the other."""
+        copies = self.capped()[0]
+        return self.order_of(copies, range(copies.arrays.ops))
+
+    def order_of(self, copies: Unrolled, ops: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """The turns that these ops are, with the batches of every segment in order.
+
+        It is a topological order as that of the ops is one: the k-th turn of a segment comes after
+        the k-th turns of those that it reads from.
+        """
+        segment = np.empty(copies.arrays.ops, np.int64)
+        segment[copies.position] = np.arange(len(self.segments))
+        past, loss = [0] * len(self.segments), self._loss
+        turns = []
+        for at in segment[list(ops)].tolist():
+            turns.append((at, self.microbatches - 1 - past[at] if 0 <= loss < at else past[at]))
+            past[at] += 1
+        return tuple(turns)
+
+    def launches(self, turns: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], ...]:
+        """Devices of the copies of all ops, and an order: that of these turns."""
+        return _launches(self.ops[0], self.placement.devices, self.segments, turns)
+
+
+def _copies(
+    graph: OpGraph, segments: Sequence[Sequence[int]], microbatches: int, joined: bool
+) -> Unrolled:
+    """The copies of the ops of segments whose turns are in order.
+
+    Late bytes have been added to those of the other batches when their segment ends.
+    """
+    until = np.empty(len(graph.ops), np.int32)
+    for row in segments:
+        until[list(row)] = row[-1]
+    copies = unrolled(graph, microbatches, joined=joined, until=until.tolist())
+    return replace(copies, links=_in_turn([row[0] for row in segments], copies.joined))
+
+
+def _in_turn(ops: Iterable[int], loss: int) -> tuple[Link, ...]:
+    """Links that keep the copies of each of these ops in order, but those of a joined loss."""
+    return tuple((op, op, -1 if 0 <= loss < op else 1) for op in ops if op != loss)
+
+
+def _launches(
+    copies: Unrolled,
+    devices: Sequence[int],
+    segments: Sequence[Sequence[int]],
+    turns: Iterable[Sequence[int]],
+) -> tuple[NDArray[np.int32], ...]:
+    where = np.empty(copies.arrays.ops, np.int32)
+    where[copies.position] = np.array(devices, np.int32)
+    rows = [copies.position[batch, list(segments[at])] for at, batch in turns]
+    return where, np.concatenate([where[:0], *rows])
+
+
+def copies_of(graph: OpGraph, placement: Placement) -> tuple[OpGraph, Placement]:
+    """The graph of all micro-batches, and the placement of it: as `simulate` runs them.
+
+    Op i of batch b has the index `b * len(graph.ops) + i`.
+
+    Raises:
+        InputError: The turns are of other segments than those of the placed graph.
+    """
+    segments, count = segments_of(graph, placement), placement.microbatches
+    if len(placement.turns) != len(segments) * count:
+        raise InputError(
+            f"the placement has {len(placement.turns)} turns, but the placed graph has "
+            f"{len(segments)} segments for each of {count} micro-batches; solve again."
+        )
+    copies = _copies(graph, segments, count, joined=False)
+    whole = copies.graph(graph.explicit)
+    rows = _launches(copies, placement.devices, segments, placement.turns)
+    devices, order = (tuple(row.tolist()) for row in rows)
+    return whole, Placement(whole.digest, devices, order, placement.placer, placement.stats)

@@ -1,0 +1,252 @@
+"""Micro-batches of a call, and steps of them with the loss inside.
+
+    torch.cat([model(c) for c in chunks])                      a call; one loss for all
+    for c in chunks: (w_c * loss(model(c), t_c)).backward()    `train`: forward and backward of all
+                                                               in one phase
+
+Both bit for bit, with several devices at work at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import nn
+
+from baechi.errors import ExecutionError, InputError
+from baechi.runtime.autograd.step import Totals
+from baechi.runtime.executable import Executable
+from baechi.runtime.step_function import sum_up
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.storages import key_of
+from baechi.torch_support.torch_internals import accumulation_hooks, gradient_hooks
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.observers import observing
+from baechi.validation import check_is, check_positive
+
+TARGETS: Final = "targets"
+# "mean", "sum", or a number for each micro-batch.
+BatchWeights: TypeAlias = str | Sequence[float] | torch.Tensor
+BatchSpec: TypeAlias = Mapping[str, int | None]
+
+
+@final
+@dataclass(frozen=True)
+class Microbatches:
+    """How a call is cut into micro-batches.
+
+    Attributes:
+        n: Their number.
+        batch: The batch dimension of the arguments that have one, by name; None for the rule that
+            all tensors have it first whose first size is that of the first tensor.
+    """
+
+    n: int
+    batch: BatchSpec | None = None
+
+    def split(self, call: Call) -> list[Call]:
+        """The calls of the micro-batches, of views of the tensors; what has no batch is in each.
+
+        Raises:
+            InputError: The number does not divide the batch, or a name or dimension is wrong.
+        """
+        if self.n == 1:
+            return [call]
+        dims = self._dims(call)
+        sizes = {
+            name: tensor.shape[dim]
+            for name, tensor, dim in zip(call.names, call.tensors, dims, strict=True)
+            if dim is not None
+        }
+        if len(set(sizes.values())) != 1:
+            found = (
+                ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "none has any"
+            )
+            raise InputError(
+                f"the arguments have different numbers of samples: {found}. Name the batch "
+                f"dimension of those that have one, of {', '.join(call.names)}: "
+                'batch={"x": 0}.'
+            )
+        size = next(iter(sizes.values()))
+        if size % self.n:
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise InputError(
+                f"a batch of {size} cannot be cut into {self.n} equal micro-batches. Give a batch "
+                f"of {size - size % self.n or self.n} or {size - size % self.n + self.n} (a "
+                f"DataLoader's last one goes with drop_last=True), or microbatches= one of "
+                f"{divisors}."
+            )
+        parts = [
+            (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)
+            for tensor, dim in zip(call.tensors, dims, strict=True)
+        ]
+        return [replace(call, tensors=row, dims=dims) for row in zip(*parts, strict=True)]
+
+    def _dims(self, call: Call) -> tuple[int | None, ...]:
+        if self.batch is None:
+            size = next((tensor.shape[0] for tensor in call.tensors if tensor.dim()), 0)
+            return tuple(0 if t.dim() and t.shape[0] == size else None for t in call.tensors)
+        for name, dim in self.batch.items():
+            tensor = dict(zip(call.names, call.tensors, strict=True)).get(name)
+            if tensor is None or (dim is not None and not -tensor.dim() <= dim < tensor.dim()):
+                raise InputError(
+                    f"batch has {name!r}: {dim}, but the tensors of this call are {call.shapes}."
+                )
+        found = (self.batch.get(name) for name in call.names)
+        rows = zip(found, call.tensors, strict=True)
+        return tuple(None if dim is None else dim % tensor.dim() for dim, tensor in rows)
+
+    def weights(self, weights: BatchWeights) -> list[float]:
+        """The weight of each micro-batch.
+
+        Raises:
+            InputError: They are neither "mean", "sum" nor so many numbers.
+        """
+        if isinstance(weights, str):
+            if weights in ("mean", "sum"):
+                return [1.0 if weights == "sum" else 1 / self.n] * self.n
+        elif isinstance(weights, Sequence | torch.Tensor) and len(weights) == self.n:
+            return [float(weight) for weight in weights]
+        raise InputError(
+            f'weights is {weights!r}; give "mean", "sum", or a number for each of the {self.n} '
+            "micro-batches, such as its share of all tokens."
+        )
+
+
+def check_microbatches(
+    microbatches: int | None, batch: BatchSpec | None, **others: Any
+) -> Microbatches:
+    """The micro-batches that `place` was asked for, with options that may not go with them.
+
+    Raises:
+        InputError: One of these is wrong, or does not.
+    """
+    if microbatches is None:
+        if batch is not None:
+            raise InputError("batch= names dimensions for microbatches=..., which was not given.")
+        return Microbatches(1)
+    check_positive(microbatches, "microbatches")
+    for name, value in others.items() if microbatches > 1 else ():
+        if value:
+            raise InputError(
+                f"{name}= does not go with microbatches=: {name} works on calls of one batch. Give "
+                "one of the two."
+            )
+    if batch is not None:
+        check_is(batch, Mapping, "batch")  # type: ignore[type-abstract]
+        for dim in batch.values():
+            if dim is not None:
+                check_is(dim, int, "a dimension in batch")
+    return Microbatches(microbatches, batch)
+
+
+@final
+class ModelWithLoss(nn.Module):
+    """A model and its loss, as one module: what a step runs.
+
+    Args:
+        model: The model.
+        loss: Of its result and the targets; None for a model that returns a loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss."""
+        if self.loss is not None:
+            targets = kwargs.pop(TARGETS)
+            return self.loss(self.model(*args, **kwargs), targets)
+        result = self.model(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        found = result.get("loss") if isinstance(result, Mapping) else first
+        found = getattr(result, "loss", found)
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(
+                f"{type(self.model).__name__} returns a {type(result).__name__} without a loss; "
+                "give it labels, or step(..., targets=..., loss=...)"
+            )
+        return found
+
+
+def key_of_loss(loss: Callable[..., Any] | None) -> Any:
+    """Equal for losses that do the same: functions made anew by one line with the same values."""
+    if not isinstance(loss, FunctionType):
+        return loss
+    cells = tuple(id(cell.cell_contents) for cell in loss.__closure__ or ())
+    return loss.__code__, cells, loss.__defaults__
+
+
+def train(
+    executable: Executable, calls: Sequence[Call], weights: Sequence[float], meter: Meter | None
+) -> torch.Tensor:
+    """The weighted sum of the losses of all micro-batches; their gradients are in `.grad`.
+
+    Raises:
+        ExecutionError: An argument needs a gradient, or a parameter has a hook on its gradient.
+    """
+    if str(calls[0].autocast):
+        raise ExecutionError(
+            "step() was called under autocast, which would change its backward, too. Let the "
+            "model's own forward use autocast, or call the placed model, and backward() outside."
+        )
+    for name, tensor in zip(calls[0].names, calls[0].tensors, strict=True):
+        if tensor.requires_grad:
+            raise ExecutionError(
+                f"argument {name!r} of a step needs a gradient, and a step gives gradients to "
+                "parameters alone. Detach it; or call the placed model and go backward from a "
+                "loss of your own."
+            )
+    executor, steps = executable.begun(calls, meter)
+    bound = executor.bound
+    trained = [parameter for parameter in bound.parameters if parameter.requires_grad]
+    if any(gradient_hooks(parameter) for parameter in trained):
+        raise ExecutionError(
+            "a parameter has a hook on its gradient (register_hook), which a loop over "
+            "micro-batches would run for each of them, and a step has their sum alone. Use "
+            "register_post_accumulate_grad_hook, which runs once a step."
+        )
+    (node, row), *_ = bound.results.items()
+    (loss,) = executable.module.facts.nodes[node].values
+    begun = [parameter.grad for parameter in bound.parameters]
+    totals, place = Totals(begun), executable.places[row.device]
+    for step, weight in zip(steps, weights, strict=True):
+        step.totals = totals
+        seed = torch.full(loss.shape, weight, dtype=loss.dtype, device=place)
+        step.seed(row.grads[0], row.device, seed)
+        del seed
+    with torch.enable_grad(), observing() if executable.observed else nullcontext():
+        executor.run(steps, 0)
+    found = sum_up(steps, bound, totals)
+    executor.meet(steps[0])
+    total = torch.zeros((), dtype=loss.dtype, device=place)
+    for number, (step, weight) in enumerate(zip(steps, weights, strict=True)):
+        part = weight * step.results[0].detach()
+        total = total + part if number else part
+    taken: set[int] = set()  # storages: two parameters that are added have one gradient
+    for parameter in trained:
+        gradient = found[parameter]
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = _own(gradient, parameter, taken)
+        for hook in accumulation_hooks(parameter):
+            hook(parameter)
+    return total
+
+
+def _own(gradient: torch.Tensor, parameter: torch.nn.Parameter, taken: set[int]) -> torch.Tensor:
+    """A gradient in memory of its own, laid out as its parameter, as autograd would leave it."""
+    if gradient.layout is not torch.strided:
+        return gradient.detach()
+    storage = gradient.untyped_storage()
+    whole = storage.nbytes() == gradient.nbytes and key_of(storage) not in taken
+    if whole and gradient.stride() == parameter.stride():
+        taken.add(key_of(storage))
+        return gradient.detach()
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

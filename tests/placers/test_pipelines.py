@@ -1,0 +1,160 @@
+"""Placements for several micro-batches: the devices and the turns that `solve` finds."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from pipelines import UNIT, chunks, cluster_of, layers
+from seeds import seeds
+from strategies import dense
+
+from baechi import (
+    Constraints,
+    InfeasibleError,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Tensor,
+    simulate,
+    solve,
+)
+from baechi.problem.simulation import overflows
+from baechi.storage.serialization import dumps, loads
+
+LINK = Link(latency_ns=10_000, bytes_per_s=10**11)
+MIB = 2**20
+
+
+def ideal_1f1b(graph, devices, microbatches):
+    work = sum(op.time_ns for op in graph.ops)
+    return work // devices * (microbatches + devices - 1)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_chain_of_equal_stages_is_split_and_runs_as_1f1b(stages):
+    """With room for no more than one stage and what it holds in flight."""
+    graph, _ = chunks([0] * stages, [UNIT] * stages, [2 * UNIT] * stages)
+    ops = [replace(op, persistent_bytes=100 * (op.name[0] == "F")) for op in graph.ops]
+    graph = replace(graph, ops=tuple(ops))
+    cluster = cluster_of([100 + stages - at for at in range(stages)])
+    placement = solve(graph, cluster, effort="fast", microbatches=8)
+    schedule = simulate(graph, cluster, placement)
+    assert schedule.makespan_ns == 3 * UNIT * (8 + stages - 1)
+    assert not overflows(schedule, cluster)
+
+
+@pytest.mark.parametrize(("microbatches", "most"), [(8, 0.776), (16, 0.88)])
+def test_layers_interleave_where_memory_is_ample(microbatches, most):
+    graph, cluster = layers(24), cluster_of([10**12] * 4, LINK)
+    placement = solve(graph, cluster, effort="fast", microbatches=microbatches)
+    step_ns = simulate(graph, cluster, placement).makespan_ns
+    assert step_ns == placement.stats["makespan_ns"]
+    assert step_ns <= most * ideal_1f1b(graph, 4, microbatches)
+
+
+def test_layers_interleave_in_the_memory_of_1f1b_and_a_few_layers_more():
+    graph = layers(24)
+    cluster = cluster_of([(6 + 4 * 6 + 8 + 1) * MIB] * 4, LINK)
+    placement = solve(graph, cluster, microbatches=8)
+    schedule = simulate(graph, cluster, placement)
+    assert schedule.makespan_ns <= 0.9 * ideal_1f1b(graph, 4, 8)
+    assert not overflows(schedule, cluster)
+
+
+def test_two_towers_and_a_trunk_are_no_slower_than_the_best_row_of_stages():
+    """A device each for the towers: the second does not wait for the first."""
+
+    ops = [Op(f"{tower}{at}", UNIT, group=f"{tower}{at}") for tower in "ab" for at in range(4)]
+    ops += [Op(f"t{at}", UNIT, group=f"t{at}") for at in range(4)]
+    back = [replace(op, name=f"{op.name}'", time_ns=2 * UNIT) for op in reversed(ops)]
+    n = len(ops)
+    after = {at: at + 1 for at in range(n - 1)} | {3: 8}
+    tensors = [Tensor(at, (to, 2 * n - 1 - at), 1) for at, to in after.items()]
+    tensors += [Tensor(2 * n - 1 - to, (2 * n - 1 - at,), 1) for at, to in after.items()]
+    tensors.append(Tensor(n - 1, (n,), 1))
+    graph = OpGraph((*ops, *back), tuple(tensors))
+    cluster = cluster_of([10**9] * 3)
+    step_ns = simulate(graph, cluster, solve(graph, cluster, microbatches=4)).makespan_ns
+    stages = simulate(graph, cluster, solve(graph, cluster, "contiguous", microbatches=4))
+    assert step_ns <= stages.makespan_ns
+    assert step_ns < ideal_1f1b(graph, 3, 4)
+    alone = simulate(graph, cluster, solve(graph, cluster)).makespan_ns
+    assert step_ns < 4 * alone
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_every_answer_is_valid_and_no_slower_than_one_batch_after_the_other(seed):
+    graph, cluster = dense(seed)
+    microbatches = random.Random(seed).randint(2, 5)
+    one = solve(graph, cluster, effort="fast")
+    placement = solve(graph, cluster, effort="fast", microbatches=microbatches)
+    schedule = simulate(graph, cluster, placement)
+    assert placement.microbatches == microbatches
+    assert placement.graph_digest == graph.digest
+    assert not overflows(schedule, cluster)
+    assert schedule.lower_bound_ns <= schedule.makespan_ns == placement.stats["makespan_ns"]
+    alone = microbatches * simulate(graph, cluster, one).makespan_ns
+    assert schedule.makespan_ns <= alone * 1.01
+    assert solve(graph, cluster, effort="fast", microbatches=microbatches) == placement
+
+
+def test_equal_input_gives_equal_bytes_and_a_file_has_the_turns():
+    graph, cluster = layers(6), cluster_of([30 * MIB] * 3, LINK)
+    placement = solve(graph, cluster, microbatches=4)
+    text = dumps(placement)
+    assert dumps(solve(graph, cluster, microbatches=4)) == text
+    assert loads(text) == placement
+    assert "turns" not in dumps(solve(graph, cluster))
+
+
+def test_constraints_hold_for_all_micro_batches():
+    graph, cluster = layers(6), cluster_of([10**9] * 3, LINK)
+    limits = Constraints(pins={"layer0": "d2"}, excluded=("d1",))
+    placement = solve(graph, cluster, microbatches=4, constraints=limits)
+    assert placement.devices[0] == 2
+    assert 1 not in placement.devices
+    simulate(graph, cluster, placement, limits)
+    few = Constraints(max_devices=2)
+    placement = solve(graph, cluster, microbatches=4, constraints=few)
+    assert len(set(placement.devices)) == 2
+    simulate(graph, cluster, placement, few)
+
+
+@pytest.mark.parametrize("placer", ["m-etf", "single", "contiguous"])
+def test_a_placer_that_is_asked_for_decides_alone_where_ops_go(placer):
+    graph, cluster = layers(6), cluster_of([10**9] * 3, LINK)
+    placement = solve(graph, cluster, placer, microbatches=4)
+    assert placement.devices == solve(graph, cluster, placer).devices
+    assert placement.placer == placer
+
+
+def test_what_fits_once_but_not_several_times_is_named():
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 5), Tensor(1, (), 30, kept=True)))
+    solve(graph, cluster_of([40]))
+    with pytest.raises(InfeasibleError, match=r"not 3: d0 would need 55 B more") as caught:
+        solve(graph, cluster_of([40]), microbatches=3)
+    assert caught.value.extra_bytes == 55
+    solve(graph, cluster_of([95]), microbatches=3)
+
+
+@pytest.mark.parametrize("number", [0, 2.5, "8"])
+def test_the_number_of_micro_batches_is_positive(number):
+    with pytest.raises(InputError, match="microbatches"):
+        solve(layers(2), cluster_of([10**9]), microbatches=number)
+
+
+def test_turns_of_a_placement_are_each_there_once():
+    graph = layers(2)
+    rest = {"graph_digest": graph.digest, "devices": (0,) * 5, "order": tuple(range(5))}
+    Placement(**rest, microbatches=2, turns=((0, 0), (0, 1), (1, 0), (1, 1)))
+    for microbatches, turns in ((2, ()), (2, ((0, 0), (0, 0))), (1, ((0, 0),)), (0, ())):
+        with pytest.raises(InputError, match="micro"):
+            Placement(**rest, microbatches=microbatches, turns=turns)
+
+
+def test_one_micro_batch_is_as_before():
+    graph, cluster = layers(4), cluster_of([10**9] * 2, LINK)
+    assert solve(graph, cluster, microbatches=1) == solve(graph, cluster)
+    assert Placement(graph.digest, (0,) * 9, tuple(range(9))).turns == ()

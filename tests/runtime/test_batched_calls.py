@@ -1,0 +1,290 @@
+"""Micro-batches give what the loop over them gives, in every bit."""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from placed import cpus, lazily, made_up_profile, one_thread, same
+from torch import Tensor, nn
+from torch.nn import functional
+
+import baechi
+from baechi.errors import ExecutionError, InputError
+from baechi.runtime.batched_calls import Microbatches, ModelWithLoss, train
+from baechi.runtime.executable import Executable
+from baechi.runtime.runtime_checks import placed_step
+from baechi.tracing.batch_dimension import BatchDimensions
+from baechi.tracing.calling_convention import canonical_call
+from baechi.tracing.pytrees import tensors_in
+
+X = torch.arange(16).remainder(11).view(8, 2)
+T = torch.arange(16).remainder(7).view(8, 2)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too; a batch norm with statistics; a skip over all layers."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.tokens(x).flatten(0, 1)
+        for layer in self.layers:
+            h = functional.dropout(torch.tanh(layer(h)), self.dropout, self.training) + h
+        return (self.norm(h) + first) @ self.tokens.weight.t()
+
+
+class Twice(nn.Module):
+    """A running mean that two calls in one forward move, far from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.two(self.norm(self.one(x.float()))))
+        return h.unsqueeze(1).expand(-1, 2, -1)
+
+
+def criterion(y: Tensor, t: Tensor) -> Tensor:
+    """Cross entropy, of any outputs."""
+    return functional.cross_entropy(y.flatten(0, -2), t.flatten() % y.shape[-1])
+
+
+def left_by(model: nn.Module, *values: Tensor) -> dict[str, Tensor | None]:
+    """What a step leaves: its values, all gradients and buffers."""
+    found: dict[str, Tensor | None] = {f"value {i}": v.detach() for i, v in enumerate(values)}
+    found |= {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
+    return found | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+
+
+def loop(
+    model: nn.Module, x: Tensor, t: Tensor, weights: Sequence[float]
+) -> dict[str, Tensor | None]:
+    """The reference of a step."""
+    losses = []
+    for weight, c, d in zip(weights, x.chunk(len(weights)), t.chunk(len(weights)), strict=True):
+        losses.append(weight * criterion(model(c), d))
+        losses[-1].backward()
+    return left_by(model, sum(losses[1:], losses[0]))
+
+
+def merged(model: nn.Module, x: Tensor, t: Tensor, n: int) -> dict[str, Tensor | None]:
+    """The reference of a call."""
+    y = torch.cat([model(c) for c in x.chunk(n)])
+    loss = criterion(y, t)
+    loss.backward()
+    return left_by(model, y, loss)
+
+
+@cache
+def traced(kind: Callable[[], nn.Module], n: int, loss: bool) -> tuple[nn.Module, baechi.Traced]:
+    model = kind()
+    x, t = X.chunk(n)[0], T.chunk(n)[0]
+    module = ModelWithLoss(model, criterion) if loss else model
+    return model, baechi.trace(module, (x,), {"targets": t} if loss else {})
+
+
+def executable(kind: Callable[[], nn.Module], n: int, loss: bool, seed: int) -> Executable:
+    """Ops on random devices, and turns in a random order."""
+    _, trace = traced(kind, n, loss)
+    graph = trace.graph(made_up_profile(trace))
+    placement = baechi.solve(graph, cpus(3), placer=baechi.RandomPlacer(seed))
+    places = [torch.device("cpu")] * 3
+    return Executable(
+        *(trace, placed_step(trace, placement, graph), placement, places, 1),
+        graph=graph,
+        cluster=cpus(3),
+        batches=n,
+        own_loss=loss,
+        dimensions=BatchDimensions((0,), ()),
+    )
+
+
+@pytest.fixture
+def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All turns in any order that is possible."""
+
+    def shuffled(self: Executable, segments: Sequence[object]) -> list[tuple[int, int]]:
+        turns = [(row, batch) for row in range(len(segments)) for batch in range(self.batches)]
+        random.Random(len(turns)).shuffle(turns)
+        return turns
+
+    monkeypatch.setattr(Executable, "_turns", shuffled)
+
+
+@pytest.mark.usefixtures("any_order")
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", [Tied, partial(Tied, 0.5), Twice], ids=["tied", "random", "twice"])
+def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: int) -> None:
+    """A call and a backward, a step, and a second step on top of its gradients."""
+    with one_thread():
+        for seed in range(3):
+            (model, _), plain = traced(kind, n, False), kind()
+            model.load_state_dict(plain.state_dict())
+            model.zero_grad()
+            special = executable(kind, n, False, seed)
+            for again in range(2):
+                torch.manual_seed(again)
+                wanted = merged(plain, X, T, n)
+                torch.manual_seed(again)
+                y = special(parts_of(model, n, loss=False))
+                loss = criterion(y, T)
+                loss.backward()
+                assert differing(left_by(model, y, loss), wanted) == []
+            special.close()
+
+            (model, _), plain = traced(kind, n, True), kind()
+            model.load_state_dict(plain.state_dict())
+            model.zero_grad()
+            special = executable(kind, n, True, seed)
+            weights = [0.5, 1.25, 0.75, 1.5][:n]
+            for again in range(2):
+                torch.manual_seed(again)
+                wanted = loop(plain, X, T, weights)
+                torch.manual_seed(again)
+                calls = parts_of(special.module.model, n, loss=True)
+                assert differing(left_by(model, train(special, calls, weights, None)), wanted) == []
+            special.close()
+
+
+def parts_of(model: nn.Module, n: int, loss: bool) -> list[Any]:
+    """The calls of the micro-batches."""
+    kwargs = {"targets": T} if loss else {}
+    batch = {"x": 0} if not loss else {"args.0": 0, "targets": 0}
+    return Microbatches(n, batch).split(canonical_call(model, (X,), kwargs))
+
+
+def differing(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> list[str]:
+    """The names of what is not equal in every bit."""
+    return [name for name, value in wanted.items() if not same(found[name], value)]
+
+
+def test_a_model_with_its_own_loss_and_a_tied_head_trains_by_steps() -> None:
+    """Whose tokens count by their share; gradients stay from step to step."""
+    plain, _, kwargs = zoo.gpt2()
+    kwargs = {name: torch.cat([value] * 2) for name, value in kwargs.items()}
+    placed = lazily(copy.deepcopy(plain), microbatches=2)
+    weights = [0.25, 0.75]
+    with one_thread():
+        for _ in range(2):
+            found = placed.step(**kwargs, weights=weights)
+            losses = []
+            for i, weight in enumerate(weights):
+                part = {name: value.chunk(2)[i] for name, value in kwargs.items()}
+                losses.append(weight * plain(**part).loss)
+                losses[-1].backward()
+            assert (
+                differing(left_by(placed, found), left_by(plain, sum(losses[1:], losses[0]))) == []
+            )
+    assert len(set(placed.placement.devices)) == 2
+    with pytest.raises(InputError, match=r"placed.step"):
+        placed(**kwargs)
+
+
+def test_a_call_gives_the_caller_what_the_model_would() -> None:
+    """Gradients of the batch, nested outputs, and no graph where none is wanted."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, shift: Tensor, scale: float) -> dict[str, Any]:
+            h = torch.relu(self.one(x)) + shift
+            return {"rows": h, "others": (self.two(h).t() * scale, None)}
+
+    plain, shift = Pair(), torch.randn(3)
+    placed = lazily(copy.deepcopy(plain), microbatches=2)
+    x = torch.randn(4, 3)
+    mine, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with one_thread():
+        found = placed(mine, shift, scale=2.0)
+        parts = [plain(c, shift, scale=2.0) for c in own.chunk(2)]
+        wanted = (
+            torch.cat([p["rows"] for p in parts]),
+            torch.cat([p["others"][0] for p in parts], 1),
+        )
+        assert found["others"][1] is None
+        for rows in (tensors_in(found), wanted):
+            sum((row * row).sum() for row in rows).backward()
+        assert all(map(torch.equal, tensors_in(found), wanted))
+        assert differing(left_by(placed, mine.grad), left_by(plain, own.grad)) == []
+        with torch.no_grad():
+            assert not placed(x, shift, scale=2.0)["rows"].requires_grad
+        with pytest.raises(ExecutionError, match="needs a gradient"):
+            placed.step(mine, shift, scale=2.0, targets=x, loss=lambda y, t: (y["rows"] - t).sum())
+
+
+def test_what_micro_batches_cannot_be_is_said() -> None:
+    placed = lazily(Tied(), microbatches=4)
+    with pytest.raises(InputError, match=r"a batch of 6 .* into 4 .*one of 1, 2, 3, 6"):
+        placed(X[:6])
+    with pytest.raises(InputError, match="number for each of the 4"):
+        placed.step(X, targets=T, loss=criterion, weights=[1.0])
+    with pytest.raises(InputError, match="missing"):
+        placed.step(X, loss=criterion)
+    with pytest.raises(InputError, match="different numbers of samples: x has 8, targets has 16"):
+        lazily(Tied(), microbatches=2, batch={"x": 0, "targets": 0}).step(
+            X, targets=T.flatten(), loss=criterion
+        )
+    with pytest.raises(InputError, match=r"batch has 'y': 0, but .* x \[8, 2\]"):
+        lazily(Tied(), microbatches=2, batch={"y": 0})(X)
+    for name in ("verify", "compile", "cuda_graphs"):
+        with pytest.raises(InputError, match=f"{name}= does not go with microbatches"):
+            lazily(Tied(), microbatches=2, **{name: True})
+
+
+def test_hooks_of_parameters_run_once_a_step_or_are_refused() -> None:
+    model, seen = Tied(), []
+    placed = lazily(model, microbatches=4)
+    weight = placed.layers[0].weight
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    placed.step(X, targets=T, loss=criterion)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], weight.grad)
+    weight.register_hook(lambda g: g)
+    with pytest.raises(ExecutionError, match="register_post_accumulate_grad_hook"):
+        placed.step(X, targets=T, loss=criterion)
+
+
+def test_one_plan_is_for_all_losses_of_one_line() -> None:
+    """A loss that is written in the training loop is another function in each turn of it."""
+    placed = lazily(Tied(), microbatches=2)
+    for _ in range(3):
+        placed.step(X, targets=T, loss=lambda y, t: 2 * criterion(y, t))
+    state = baechi.runtime.derived_class.placed_state(placed)
+    assert len(state.steps) == 1
+    assert sum(len(entry.specializations) for entry in state.steps.values()) == 1
+
+
+def test_a_step_of_many_holds_what_one_of_few_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the order of turns goes back as soon as it can."""
+
+    def one_by_one(self: Executable, segments: Sequence[object]) -> list[tuple[int, int]]:
+        return [(row, batch) for batch in range(self.batches) for row in range(len(segments))]
+
+    monkeypatch.setattr(Executable, "_turns", one_by_one)
+    peaks = []
+    for n in (4, 16):
+        x = torch.arange(32 * n).remainder(11).view(2 * n, 16)
+        placed = lazily(Tied(), microbatches=n)
+        placed.step(x, targets=x, loss=criterion)
+        placed.zero_grad()
+        with placed.metered() as meter:
+            placed.step(x, targets=x, loss=criterion)
+        peaks.append(meter.peak_bytes)
+    few, many = map(sum, peaks)
+    assert many <= 1.02 * few

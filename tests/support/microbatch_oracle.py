@@ -1,0 +1,81 @@
+"""Steps of several micro-batches once more: plain, slow, and written from the rules alone."""
+
+from oracle import Oracle
+
+from baechi import Op, OpGraph, Tensor
+
+
+def copies(graph, segments, microbatches, *, joined=False):
+    """The graph of all micro-batches, and the index in it of every (op, batch).
+
+    Late bytes are a kept tensor of the first batch that goes backward; the others' live to the end
+    of their segment.
+    """
+    n, batches = len(graph.ops), range(microbatches)
+    loss = graph.n_forward if joined and graph.is_training else None
+    if loss is None:
+        keys = [(op, batch) for batch in batches for op in range(n)]
+    else:
+        keys = [(op, batch) for batch in batches for op in range(loss)]
+        keys += [(loss, 0)]
+        keys += [(op, batch) for batch in reversed(batches) for op in range(loss + 1, n)]
+    index = {key: at for at, key in enumerate(keys)}
+    index.update({(loss, batch): index[loss, 0] for batch in batches if loss is not None})
+    first = 0 if loss is None else microbatches - 1
+    last = {op: row[-1] for row in segments for op in row}
+    held = {op: row.group or row.name for op, row in enumerate(graph.ops)}
+    late = dict.fromkeys(held.values(), 0)
+    for op, row in enumerate(graph.ops):
+        late[held[op]] += row.late_bytes
+    ops, added = [], []
+    for op, batch in keys:
+        row, many = graph.ops[op], microbatches if op == loss else 1
+        taken = min(late[held[op]], row.persistent_bytes) if batch == 0 else 0
+        late[held[op]] -= taken
+        workspace = (row.workspace_bytes - row.reused_bytes) * many
+        if row.late_bytes and (batch == first or last[op] != op):
+            ends = () if batch == first else (index[last[op], batch],)
+            added.append(Tensor(index[op, batch], ends, row.late_bytes, kept=batch == first))
+        elif row.late_bytes:
+            workspace += row.late_bytes
+        ops.append(
+            Op(
+                f"{op} of {batch}",
+                row.time_ns * many,
+                row.persistent_bytes - taken if batch == 0 else 0,
+                max(0, workspace),
+                f"group of {held[op]}",
+                reused_bytes=max(0, -workspace),
+                launch_ns=row.launch_ns * many,
+            )
+        )
+    tensors = [
+        Tensor(
+            index[tensor.producer, batch],
+            tuple(sorted({index[reader, batch] for reader in tensor.consumers})),
+            tensor.nbytes,
+            tensor.kept,
+        )
+        for batch in batches
+        for tensor in graph.tensors
+    ]
+    return OpGraph(tuple(ops), (*tensors, *added), _times(graph, keys, microbatches, loss)), index
+
+
+def _times(graph, keys, microbatches, loss):
+    return {
+        kind: tuple(row[op] * (microbatches if op == loss else 1) for op, _ in keys)
+        for kind, row in graph.times.items()
+    }
+
+
+def run(graph, cluster, devices, segments, turns, microbatches, *, joined=False):
+    """The oracle's clock after all turns."""
+    whole, index = copies(graph, segments, microbatches, joined=joined)
+    oracle = Oracle(whole, cluster)
+    for op, (home, _) in enumerate(zip(devices, graph.ops, strict=True)):
+        oracle.reserve(index[op, 0], home)
+    for segment, batch in turns:
+        for op in segments[segment]:
+            oracle.commit(index[op, batch], devices[op])
+    return oracle
