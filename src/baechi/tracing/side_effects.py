@@ -38,6 +38,7 @@ _REGISTER: Final = (
     "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "
     "argument, or let it need none (requires_grad_(False))."
 )
+_NO_TENSORS: Final = (nn.Module, int, float, str, type(None))  # most of a model's attributes
 
 
 @contextmanager
@@ -167,8 +168,8 @@ def _loose(model: nn.Module) -> list[torch.Tensor]:
     state = _state_of(model)
     found: dict[int, torch.Tensor] = {}
     for holder in _holders(model):
-        rows = tuple(value for _, value in _entries(holder))
-        for leaf in pytree.tree_leaves(rows, is_leaf=is_container):
+        rows = tuple(v for _, v in _entries(holder) if not isinstance(v, _NO_TENSORS))
+        for leaf in pytree.tree_leaves(rows, is_leaf=is_container) if rows else ():
             counts = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
             if counts and id(leaf) not in state:
                 found[id(leaf)] = leaf
