@@ -52,7 +52,9 @@ class Hidden:
     step_ns: int
 
 
-def hidden(seed: int, shape: str, ops: int, devices: int, ccr: float, order: str) -> Hidden:
+def hidden(
+    seed: int, shape: str, ops: int, devices: int, ccr: float, order: str = "random"
+) -> Hidden:
     """The planted problem; equal arguments give equal problems."""
     name = f"{seed} {shape}, {ops} ops, {devices} devices, {ccr:g}, {order}"
     if shape in PERFECT:

@@ -1,6 +1,7 @@
 """Where a placement is known, however odd the graph, the devices and the rules, `solve` has one."""
 
 import pytest
+from benchmarks.placement_quality.feasibility import hidden
 from hidden import hidden_among_constraints
 from seeds import seeds
 
@@ -48,3 +49,24 @@ def test_what_no_rule_finds_is_backtracked(seed, most_ops):
 def test_a_balanced_solve_finds_it_too(seed, most_ops):
     graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
     assert find(Problem(graph, cluster, constraints), "balanced") is not None
+
+
+# Planted schedules, 5 % of memory to spare, tensors in flight as large as weights: an order that
+# does not look at memory has many times as much in flight.
+@pytest.mark.parametrize(
+    ("seed", "shape", "devices", "ccr"),
+    [(0, "once", 2, 0.2), (1, "once", 3, 0.2), (2, "near", 2, 5.0), (1, "close", 2, 5.0),
+     (2, "close", 3, 5.0)],
+)  # fmt: skip
+def test_orders_that_let_go_early_are_found(seed, shape, devices, ccr):
+    made = hidden(seed, shape, 220, devices, ccr)
+    assert not overflows(simulate(made.graph, made.cluster, made.planted), made.cluster)
+    placement = solve(made.graph, made.cluster, effort="fast")
+    assert not overflows(simulate(made.graph, made.cluster, placement), made.cluster)
+
+
+def test_a_balanced_solve_finds_them_on_many_devices():
+    made = hidden(0, "close", 220, 8, 1.0)
+    placement = solve(made.graph, made.cluster)
+    assert not overflows(simulate(made.graph, made.cluster, placement), made.cluster)
+    assert solve(made.graph, made.cluster) == placement
