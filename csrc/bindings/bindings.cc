@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "bounds/bounds.h"
+#include "bounds/surely_held.h"
 #include "clock/core.h"
 #include "coarsening/coarse.h"
 #include "schedulers/backtracking.h"
@@ -268,8 +269,7 @@ NB_MODULE(_core, m) {
           "op"_a, "device"_a)
       .def("fold", &fold, "devices"_a, "order"_a)
       .def("list_schedule", &schedule, "favorites"_a)
-      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a,
-           "overfull"_a = false)
+      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a, "overfull"_a = false)
       .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
       .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
@@ -322,6 +322,7 @@ NB_MODULE(_core, m) {
         return array_of(std::move(order));
       },
       "problem"_a, "devices"_a);
+  m.def("most_held", &most_held, "problem"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "level_order",
       [](const Problem& problem) {

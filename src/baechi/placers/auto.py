@@ -114,9 +114,7 @@ class Auto(Placer):
             candidates.append((better.placer, better))
         return best(candidates, self.name)
 
-    def _place_on(
-        self, problem: Problem, devices: list[int], *, rescue: bool
-    ) -> Placement | None:
+    def _place_on(self, problem: Problem, devices: list[int], *, rescue: bool) -> Placement | None:
         """The result of `_place` on some of the devices."""
         placement = self._place(problem.on(devices), rescue=rescue)
         if placement is None:
