@@ -5,9 +5,10 @@
 A problem has a placement hidden in it: every device has 5 % more than its own peak there, labels
 are a random topological order, and in-flight tensors take as much as weights do. Two ways to plant:
 
-- `perfect`: a schedule without a gap is cut into ops (`generators.planted`);
-- a drawn graph (layers, a chain with skips, series-parallel, a tree of reductions) whose ops are
-  listed on drawn devices, in a random order, depth first, or by critical path.
+- a schedule without a gap is cut into ops (`generators.planted`), which read what was made shortly
+  before (`close`), a while before (`near`) or long before (`far`), or each tensor `once`;
+- a drawn graph (`layered`, `skips`, `nested`, `tree`) is listed on drawn devices, in a random
+  order, depth first, by critical path, or as few bytes are added.
 
 A row has, per effort, the step over the planted one (`-` where nothing was found) and CPU seconds.
 """
@@ -27,7 +28,6 @@ from baechi import Cluster, Device, OpGraph, Placement, Tensor, _core, simulate
 from baechi.placers.placer import depth_first, shuffled
 from baechi.placers.solving import find
 from baechi.problem.problem_arrays import Problem
-from baechi.records.graph import Op
 
 SLACK = 0.05
 SIZES = (100, 200, 400, 700, 1000)
@@ -52,7 +52,9 @@ class Hidden:
     step_ns: int
 
 
-def hidden(seed: int, shape: str, ops: int, devices: int, ccr: float, order: str) -> Hidden:
+def hidden(
+    seed: int, shape: str, ops: int, devices: int, ccr: float, order: str = "random"
+) -> Hidden:
     """The planted problem; equal arguments give equal problems."""
     name = f"{seed} {shape}, {ops} ops, {devices} devices, {ccr:g}, {order}"
     if shape in PERFECT:
@@ -64,7 +66,7 @@ def hidden(seed: int, shape: str, ops: int, devices: int, ccr: float, order: str
         "layered": lambda: generators.layered(seed, ops, width=4 * devices, ccr=ccr),
         "skips": lambda: generators.chain_with_skips(seed, ops, ccr=ccr),
         "nested": lambda: generators.series_parallel(seed, ops, ccr=ccr),
-        "tree": lambda: _tree(draw, ops, ccr),
+        "tree": lambda: generators.reductions(seed, ops, ccr=ccr),
     }[shape]()
     graph = _relabelled(drawn, draw.randrange(2**31))
     problem = _ample(graph, devices)
@@ -88,21 +90,6 @@ def problems(seeds: int, first: int = 0) -> Iterator[Hidden]:
             seed, SHAPES[seed % len(SHAPES)], size, devices, draw.choice(RATIOS),
             draw.choice(ORDERS),
         )  # fmt: skip
-
-
-def _tree(draw: random.Random, ops: int, ccr: float) -> OpGraph:
-    """A tree of reductions: every op but the leaves reads two to four others, each read once."""
-    edges = []
-    roots = [0]
-    count = 1
-    while count < ops:
-        reader = roots.pop(draw.randrange(len(roots)))
-        for _ in range(min(draw.randint(2, 4), ops - count)):
-            edges.append((count, reader))
-            roots.append(count)
-            count += 1
-    flipped = [(count - 1 - producer, count - 1 - reader) for producer, reader in edges]
-    return generators._graph(draw, count, flipped, ccr)
 
 
 def _relabelled(graph: OpGraph, seed: int) -> OpGraph:
@@ -206,7 +193,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=18)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--efforts", default="fast,balanced,thorough")
     arguments = parser.parse_args()
     efforts = arguments.efforts.split(",")
@@ -215,8 +201,6 @@ def main() -> None:
     print("| problem | " + " | ".join(f"{effort} | s" for effort in efforts) + " |")
     print("|---" * (1 + 2 * len(efforts)) + "|")
     for number, made in enumerate(problems(arguments.seeds, arguments.first), arguments.first):
-        if made.name.split()[1].strip(",") not in arguments.shapes:
-            continue
         problem = Problem(made.graph, made.cluster)
         cells = []
         for effort in efforts:

@@ -104,6 +104,20 @@ def chain_with_skips(seed: int, ops: int, *, ccr: float = 1.0) -> OpGraph:
     return _graph(draw, ops, edges, ccr)
 
 
+def reductions(seed: int, ops: int, *, ccr: float = 1.0) -> OpGraph:
+    """A tree: every op but the leaves reads two to four others, and is read once."""
+    draw = random.Random(seed)
+    edges, unread = [], [0]
+    count = 1
+    while count < ops:
+        reader = unread.pop(draw.randrange(len(unread)))
+        for _ in range(min(draw.randint(2, 4), ops - count)):
+            edges.append((ops - 1 - count, ops - 1 - reader))
+            unread.append(count)
+            count += 1
+    return _graph(draw, ops, edges, ccr)
+
+
 def small(seed: int, *, ccr: float = 1.0, free: bool = False) -> tuple[OpGraph, Cluster]:
     """At most 30 ops on 2 to 4 devices, for comparison with a proven optimum.
 

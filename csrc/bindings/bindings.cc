@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "bounds/bounds.h"
+#include "bounds/surely_held.h"
 #include "clock/core.h"
 #include "coarsening/coarse.h"
 #include "favorites/first_order.h"
@@ -284,6 +285,7 @@ NB_MODULE(_core, m) {
         return array_of(unlocked([&] { return list_order(problem, row, ranks(problem, row)); }));
       },
       "problem"_a, "devices"_a);
+  m.def("most_held", &most_held, "problem"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "level_order",
       [](const Problem& problem) {

@@ -132,4 +132,11 @@ std::vector<int64_t> Moments::held(const std::vector<int32_t>& of, int32_t group
   return bytes;
 }
 
+int64_t most_held(const Problem& problem) {
+  if (problem.ops == 0) return 0;
+  const std::vector<int64_t> held =
+      Moments(problem).held(std::vector<int32_t>(static_cast<size_t>(problem.ops), 0), 1);
+  return *std::max_element(held.begin(), held.end());
+}
+
 }  // namespace baechi

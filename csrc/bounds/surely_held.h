@@ -39,4 +39,7 @@ class Moments {
   std::vector<Moment> chosen_;
 };
 
+// The most bytes that all groups together surely hold at one of the moments.
+int64_t most_held(const Problem& problem);
+
 }  // namespace baechi

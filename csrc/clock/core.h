@@ -406,7 +406,8 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Pro
 // those that allow it; an empty `future` is zero. False, with the timeline half filled, at a dead
 // end.
 //
-// Uses the end on the timeline, where the op fits. An op without room waits for memory.
+// Uses the end on the timeline, where the op fits. An op without room waits for memory; with
+// `overfull`, once all wait in vain, the highest rank goes where most is left.
 bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
                      const std::vector<int64_t>& future, bool overfull = false);
 // Uses the end in the classical model, without ports and with idle gaps filled, while the `loads`

@@ -172,6 +172,18 @@ class InsertionModel {
   std::vector<Gaps> gaps_;             // per device
 };
 
+// The device that may take the op where most memory is left, or -1.
+int32_t roomiest(const Timeline& timeline, int32_t op) {
+  const std::vector<int64_t> left = timeline.left();
+  int32_t best = -1;
+  for (int32_t device = 0; device < timeline.problem().devices; ++device) {
+    const Fit fit = timeline.fit(op, device);
+    const auto room = [&](int32_t d) { return left[timeline.problem().pool[d]]; };
+    if (fit != Fit::kNever && (best < 0 || room(device) > room(best))) best = device;
+  }
+  return best;
+}
+
 }  // namespace
 
 std::vector<int64_t> mean_transfers(const Problem& problem) {
@@ -238,10 +250,9 @@ bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
   ReadyQueue ready(problem, ranks);
   std::vector<int32_t> aside;  // found no room since memory was last let go
   bool moved = false;          // whether an op was committed since then
-  bool forced = false;
   while (!ready.empty() || ((moved || overfull) && !aside.empty())) {
+    const bool forced = ready.empty() && !moved;
     if (ready.empty()) {
-      forced = !moved;
       for (int32_t op : aside) ready.push(op);
       aside.clear();
       moved = false;
@@ -259,15 +270,9 @@ bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
       }
     }
     if (choice < 0 && forced) {
-      const std::vector<int64_t> left = timeline.left();
-      for (int32_t device = 0; device < problem.devices; ++device) {
-        if (!timeline.allows(op, device) || !timeline.arrival(op, device)) continue;
-        if (timeline.group_device(op) >= 0 && timeline.group_device(op) != device) continue;
-        if (choice < 0 || left[problem.pool[device]] > left[problem.pool[choice]]) choice = device;
-      }
+      choice = roomiest(timeline, op);
       if (choice < 0) return false;
     }
-    forced = false;
     if (choice < 0) {
       aside.push_back(op);
       continue;

@@ -171,8 +171,7 @@ Overflow Trial::passed(std::vector<Event>& events, int64_t room) {
       overflow.time = since;
     }
     if (level > room) {
-      overflow.mean_bytes +=
-          static_cast<double>(level - room) * static_cast<double>(until - since);
+      overflow.mean_bytes += static_cast<double>(level - room) * static_cast<double>(until - since);
     }
     if (i == events.size()) break;
     for (; i < events.size() && events[i].time == until; ++i) level += events[i].delta;

@@ -115,6 +115,25 @@ def test_the_error_says_what_is_missing():
     assert (error.extra_bytes, error.extra_device) == (6 << 20, "cuda:1")
 
 
+@pytest.mark.parametrize(
+    ("effort", "more"),
+    [("fast", "effort ('auto' with effort='thorough') or memory"), ("thorough", "memory")],
+)
+def test_the_error_claims_no_proof_that_there_is_none(effort, more):
+    # A tree of reductions: the last has 40 bytes in flight, and no op needs more than 30.
+    readers = {"a": 4, "b": 4, "c": 5, "d": 5, "e": 6, "f": 6}
+    tensors = tuple(Tensor(op, (reader,), 10) for op, reader in enumerate(readers.values()))
+    graph = OpGraph(tuple(Op(name, 5) for name in "abcdefg"), tensors)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(graph, Cluster.uniform(1, 39, LINK), effort=effort)
+    assert str(caught.value) == (
+        "no placement was found: the search ended where op 'e' needs 30 B to run and no device has "
+        f"room (device0 9 B left). That does not prove that there is none. Give more {more} (with "
+        "1 B more on device0 one was found), add a device, or shrink the batch."
+    )
+    solve(graph, Cluster.uniform(1, 40, LINK), effort=effort)
+
+
 def test_the_error_names_a_group_and_what_is_left_when_it_gets_stuck():
     ops = (Op("a", 5, 60), Op("b", 5, 60), Op("c", 5, 30, group="g"), Op("d", 5, 30, group="g"))
     with pytest.raises(InfeasibleError) as caught:

@@ -3,10 +3,26 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from strategies import tight
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import graphs, placements, tight
 
-from baechi import Cluster, InputError, Link, Op, OpGraph, Placement, Tensor, simulate
+from baechi import (
+    Cluster,
+    InfeasibleError,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Tensor,
+    _core,
+    simulate,
+    solve,
+)
+from baechi.placers.memory_packing import is_hopeless
 from baechi.problem.bounds import lower_bound_ns, parts
 from baechi.problem.problem_arrays import Problem
 
@@ -114,7 +130,39 @@ def test_no_placement_that_just_fits_is_shorter_than_a_part():
         )
         bounds = parts(Problem(graph, replace(cluster, devices=devices)))
         assert {n: ns for n, ns in bounds.items() if ns > schedule.makespan_ns} == {}, seed
+        assert at_once(graph) <= sum(schedule.peak_bytes), seed
         checked += 1
         reached += max(bounds.values()) == schedule.makespan_ns
     assert checked > 300
     assert reached > 60
+
+
+def at_once(graph):
+    """What all devices together surely hold at one time."""
+    problem = Problem(graph, Cluster.uniform(1, 2**40, LINK))
+    whole = _core.regrouped(problem.core, np.zeros(problem.arrays.groups, np.int32))
+    return _core.most_held(whole)
+
+
+@given(st.data())
+def test_no_placement_holds_less_than_what_is_surely_held_at_once(data):
+    graph = data.draw(graphs(9))
+    cluster = Cluster.uniform(data.draw(st.integers(1, 3)), 2**40, LINK)
+    schedule = simulate(graph, cluster, data.draw(placements(graph, cluster)))
+    assert at_once(graph) <= sum(schedule.peak_bytes)
+
+
+def test_what_is_surely_held_at_once_proves_that_nothing_fits():
+    # Of three forward ops all saved tensors are there when the backward begins.
+    rows = [(f"f{i}", f"g{i}") for i in range(3)] + [(f"b{i}", f"g{i}") for i in (2, 1, 0)]
+    chain = [Tensor(op, (op + 1,), 0) for op in range(5)]
+    saved = [Tensor(op, (5 - op,), 50) for op in range(3)]
+    graph = OpGraph(
+        tuple(Op(name, 5, group=group) for name, group in rows),
+        tuple(sorted(chain + saved, key=lambda tensor: tensor.producer)),
+    )
+    assert at_once(graph) == 150
+    assert is_hopeless(Problem(graph, Cluster.uniform(2, 74, LINK)))
+    assert not is_hopeless(Problem(graph, Cluster.uniform(2, 75, LINK)))
+    with pytest.raises(InfeasibleError, match="cannot place"):
+        solve(graph, Cluster.uniform(2, 74, LINK))

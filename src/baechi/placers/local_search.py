@@ -2,11 +2,12 @@
 
 Simulated annealing (Kirkpatrick, Gelatt, Vecchi, Science 220, 1983) of a device for every group and
 an order of all ops (`csrc/search/local_search.cc`), from other placers' placements, list schedules
-of clusters (`csrc/coarsening/clusters.cc`), partitions (`csrc/search/partition_search.cc`) and,
-when thorough, placements grown along time (`csrc/search/growth.cc`). The budget is shared by
-successive halving (Karnin, Koren, Somekh, ICML 2013), and counted in evaluated ops; the searches of
-one stage run in separate threads. An evaluation costs O((ops + tensors) log tensors) at most, and
-usually a fraction.
+of clusters (`csrc/coarsening/clusters.cc`), schedules that hold few tensors, partitions
+(`csrc/search/partition_search.cc`) and, when thorough, placements grown along time
+(`csrc/search/growth.cc`). As long as nothing fits, the missing memory is the cost. The budget is
+shared by successive halving (Karnin, Koren, Somekh, ICML 2013), and counted in evaluated ops; the
+searches of one stage run in separate threads. An evaluation costs O((ops + tensors) log tensors) at
+most, and usually a fraction.
 """
 
 import os
@@ -43,6 +44,8 @@ _SHARE: Final = 10
 _CLOSE: Final = 2_000
 # Mean inputs per op above which the evaluation of an op counts for several.
 _INPUTS: Final = 4
+# A placement that needs less than this fraction of all memory more is worth some more search.
+_LITTLE: Final = 50
 # Tensors times devices, at 40 bytes each, above which a search takes too much memory.
 _SIZE: Final = 2**22
 # Numbers of time windows in which a partition balances the work, and ns of work that a ns of
@@ -160,8 +163,12 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         states = space.evaluated(space.starts(placements, budget))
         spent, left, start = 0, 1.0, states[0]
         for stage, (count, share) in enumerate((*budget.stages, budget.stages[-1])):
-            fits = states[0].overflow_bytes == 0
-            if fits and (stage == len(budget.stages) or states[0].makespan_ns <= target):
+            missing = states[0].overflow_bytes
+            if missing == 0 and states[0].makespan_ns <= target:
+                break
+            # The last stage comes again where little memory is missing.
+            little = 0 < missing * _LITTLE < sum(problem.pool_memory)
+            if stage == len(budget.stages) and not little:
                 break
             gained_ns = start.makespan_ns - states[0].makespan_ns
             stalls = stage >= budget.patience and gained_ns * _CLOSE < start.makespan_ns
@@ -231,7 +238,7 @@ class _Space:
                 rows.append((devices, np.array(placement.order, np.int32)))
         if len(self.devices) > 1:
             rows += self._clustered(budget.levels)
-            if not placements or budget.levels > 2:
+            if not placements or budget.levels > FAST.levels:
                 rows += self._thrifty()
         if not rows:
             # Every group on its first allowed device.
@@ -317,8 +324,9 @@ class _Space:
         return list(self._threads.map(search, states, range(seed, seed + len(states))))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
-        """Best first. Overflowing ones count as longer by twice the missing share of memory; where
-        none fits, the least overflow is best.
+        """Best first: by overflow where all overflow.
+
+        Otherwise overflowing ones count as longer by twice the missing share of memory.
         """
         rows = list(states)
         memory = max(1, sum(self._problem.pool_memory))

@@ -182,7 +182,7 @@ def _best_fit(
 
 
 def is_hopeless(problem: Problem) -> bool:
-    """True if a quick test of persistent and running bytes proves that there is no placement.
+    """True if a quick test of bytes that are surely in use proves that there is no placement.
 
     If memory is nearly full, that includes a search for a packing (`is_unpackable`).
     """
@@ -196,10 +196,17 @@ def is_hopeless(problem: Problem) -> bool:
     held = int(arrays.group_persistent.sum())
     if held > sum(room) or _too_many(problem, room):
         return True
+    if held + arrays.total_tensor_bytes > sum(room) and _held_at_once(problem) > sum(room):
+        return True
     least = arrays.least_bytes(problem.durations.min(axis=0) > 0)
     if (least > problem.largest_memory).any():
         return True
     return held > _TIGHT * sum(room) and is_unpackable(problem)
+
+
+def _held_at_once(problem: Problem) -> int:
+    """Bytes in use at one time of every step, on all devices together."""
+    return _core.most_held(_core.regrouped(problem.core, np.zeros(problem.arrays.groups, np.int32)))
 
 
 def _too_many(problem: Problem, room: Sequence[int]) -> bool:

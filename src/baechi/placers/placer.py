@@ -184,12 +184,13 @@ def on_demand(problem: Problem) -> tuple[int, ...]:
     Of the producers of an op those come first that leave the least behind for what they need, as in
     a tree of reductions (Liu, SIAM J. Algebraic Discrete Methods 8, 1987).
     """
-    n, output_bytes = problem.arrays.ops, np.zeros(problem.arrays.ops, np.int64)
-    np.add.at(output_bytes, problem.arrays.producer, problem.arrays.nbytes)
+    n, arrays = problem.arrays.ops, problem.arrays
+    output_bytes = np.zeros(n, np.int64)
+    np.add.at(output_bytes, arrays.producer, arrays.nbytes)
     leaves = output_bytes.tolist()
     needs: list[int] = []  # bytes while an op and all that it needs run, were the graph a tree
     producers: list[list[int]] = [[] for _ in range(n)]
-    for producer, consumer in sorted(set(zip(*map(np.ndarray.tolist, problem.arrays.edges())))):
+    for producer, consumer in np.unique(np.stack(arrays.edges()), axis=1).T.tolist():
         producers[consumer].append(producer)
     for op, row in enumerate(producers):
         row.sort(key=lambda producer: leaves[producer] - needs[producer])

@@ -243,7 +243,8 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
             "devices than may be used. Relax them, or add a link."
         )
     elif not proved:
-        shortage += f" (with {more} one was found), add a device, or shrink the batch."
+        with_it = f"with {format_bytes(nbytes)} more on {where} one was found"
+        shortage += f" ({with_it}), add a device, or shrink the batch."
     elif device == EVERY:
         shortage += (
             f" Under these constraints no single device can help: give {more}, relax the "
