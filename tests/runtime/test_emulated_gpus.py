@@ -445,7 +445,7 @@ def test_short_kernels_are_bound_by_their_launches_and_graphs_are_not() -> None:
         assert step_ns(two_on(LANES[:1], training=True, cuda_graphs=True)[1]) < 0.4 * one
 
 
-# How often a step of `Two` calls the runtime, beside kernels. Each costs the host about a microsecond,
+# How often a step of `Two` calls the runtime, beside kernels. Each costs the host a microsecond,
 # and Python some more: where there are fewer now, enter the new number.
 @pytest.mark.parametrize(
     ("devices", "training", "cuda_graphs", "counts"),
