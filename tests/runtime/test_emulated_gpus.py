@@ -107,6 +107,25 @@ def test_no_kernel_reads_the_memory_of_another_gpu_or_of_the_host() -> None:
             torch.add(x, x.to("cuda:1"))
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_memory_that_is_let_go_of_too_early_has_no_numbers(told: bool) -> None:
+    """Unless the allocator is told of the other stream that reads it."""
+    side, right = torch.cuda.Stream(), []
+    for _ in range(20):
+        x = torch.ones(700_000, device="cuda:0")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000)
+            y = x + 1
+        if told:
+            x.record_stream(side)
+        del x
+        torch.empty(700_000, device="cuda:0")  # what takes it next
+        torch.cuda.synchronize()
+        right.append(bool((y == 2).all()))
+    assert all(right) == told
+
+
 @pytest.mark.multigpu
 def test_a_kernel_on_the_stream_of_another_gpu_is_refused() -> None:
     x, other = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:1")
