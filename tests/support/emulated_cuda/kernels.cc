@@ -9,6 +9,7 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/native/Copy.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDAException.h>
@@ -16,6 +17,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -397,6 +399,30 @@ void run(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   stack->insert(stack->end(), results.begin(), results.end());
 }
 
+// Room from torch's own allocator is filled with what is no number, in the order of its stream: so
+// who still reads there what was let go of too early does not find it.
+Tensor filled(const Tensor& room) {
+  const size_t bytes = room.storage().nbytes();
+  if (bytes == 0 || bytes > kPoisoned || setting("FILL", 1) == 0) return room;
+  const c10::cuda::CUDAGuard on(room.device());
+  const Lock lock(everything());
+  push(stream_of(c10::cuda::getCurrentCUDAStream()),
+       [data = room.storage().mutable_data(), bytes] { std::memset(data, 0xFF, bytes); });
+  return room;
+}
+
+Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
+             std::optional<at::Layout> layout, std::optional<at::Device> device,
+             std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  return filled(at::detail::empty_cuda(sizes, type, layout, device, pinned, format));
+}
+
+Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                     std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+                     std::optional<at::Device> device, std::optional<bool> pinned) {
+  return filled(at::detail::empty_strided_cuda(sizes, strides, type, layout, device, pinned));
+}
+
 // torch's own copy where memory is copied as it lies, which is the runtime's work, and else as it
 // does it: made of one form where that is on the GPU.
 Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
@@ -499,6 +525,8 @@ extern "C" int install_kernels() {
   for (const char* name : {"convolution", "convolution_backward", "native_group_norm"}) {
     install({std::string("aten::") + name, ""});
   }
+  library.impl("empty.memory_format", TORCH_FN(empty));
+  library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("copy_", TORCH_FN(copy_));
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar));
   library.impl("_fused_sdp_choice", TORCH_FN(choice_of_attention));

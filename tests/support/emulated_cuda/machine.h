@@ -22,6 +22,9 @@ namespace emulated {
 
 using Task = std::function<void()>;
 
+// More memory than this is not filled with what is no number: its pages cost time.
+constexpr size_t kPoisoned = size_t{32} << 20;
+
 // One lock for all: tasks run under it, and may call the runtime again.
 std::recursive_mutex& everything();
 using Lock = std::lock_guard<std::recursive_mutex>;

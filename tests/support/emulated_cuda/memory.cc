@@ -14,7 +14,6 @@ namespace {
 
 constexpr size_t kContext = size_t{500} << 20;  // what a device's context takes
 constexpr size_t kPage = 4096;
-constexpr size_t kPoisoned = size_t{32} << 20;  // larger ones are zeros: their pages cost time
 
 struct Block {
   size_t bytes;
