@@ -11,6 +11,7 @@ Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd grap
 """
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,6 +29,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.torch_support.torch_devices import kernel_choices
+from baechi.torch_support.torch_internals import backward_id
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 
@@ -131,6 +133,7 @@ class GraphedTape:
     def __post_init__(self) -> None:
         self._forward: _Forward | None = None
         self._backwards: dict[tuple[int | None, ...], _Backward] = {}
+        self._warm: set[tuple[bool, ...]] = set()  # which gradients there were in a backward
         self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
 
     def forward(self, step: Step) -> None:
@@ -170,7 +173,14 @@ class GraphedTape:
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:
-            recorded = self._record_backward(step, record)
+            graded = tuple(key is not None for key in pattern)
+            # The eager calls had those of the first; of others the kernels run here first, with
+            # all that reads what they make, which is elsewhere than when they are replayed.
+            if self._backwards and graded not in self._warm:
+                step.warms = backward_id()
+            if step.warms != backward_id():
+                recorded = self._record_backward(step, record)
+            self._warm.add(graded)
             if recorded is None:
                 self._run_backward(step, record)
                 return
@@ -277,7 +287,8 @@ class _Mode:
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._warming: dict[Any, int] = {}  # eager calls of a shape, that warm up
+        # Eager calls that warm up, by shape and thread: libraries keep handles and plans for each.
+        self._warming: dict[tuple[Any, int], int] = {}
         self.shapes: dict[Any, _Recordings] = {}  # the latest last
         self.current = _Recordings()
 
@@ -292,11 +303,12 @@ class _Mode:
             self.current = _Recordings()
         found = self.shapes.pop(key, None)
         if found is None:
-            calls = self._warming.pop(key, 0)
+            warming = key, threading.get_ident()
+            calls = self._warming.pop(warming, 0)
             if calls < WARM_UP:
                 if len(self._warming) >= _MOST_WARMING:
                     del self._warming[next(iter(self._warming))]
-                self._warming[key] = calls + 1
+                self._warming[warming] = calls + 1
                 return None
             while len(self.shapes) >= most:
                 del self.shapes[next(iter(self.shapes))]
