@@ -184,7 +184,7 @@ def lane_ns(gpu: torch.device) -> int:
                 spin(1)
         end.record(lanes[_HOPS % 2])
         torch.cuda.synchronize(gpu)
-        return begin.elapsed_time(end) * 1e6
+        return float(begin.elapsed_time(end)) * 1e6
 
     one, two = (
         median(took_ns(lanes) for _ in range(_REPEATS)) for lanes in ((own, own), (own, other))
