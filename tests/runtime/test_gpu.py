@@ -2,15 +2,23 @@
 
 import copy
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from on_gpus import (
+    GPUS,
+    LANES,
+    TOLERANCES,
+    TWO_GPUS,
+    Branches,
+    placed_randomly,
+    script,
+    step,
+    tensors_of,
+    to_gpu,
+)
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -23,11 +31,6 @@ from baechi.tracing.workarounds import compact
 
 pytestmark = pytest.mark.gpu
 
-# Kernels on a GPU may pick other algorithms for other shapes of parallel work.
-TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}
-LANES = ["cuda:0/a", "cuda:0/b", "cuda:0/c"]
-GPUS = ["cuda:0", "cuda:1"]
-TWO_GPUS = pytest.param(GPUS, marks=pytest.mark.multigpu)
 # Batch normalization over few values blows rounding up: on a CPU, the gradients of these in float32
 # are off those in float64 by 15,000 times the tolerance, and by 1.2 times.
 ROUNDING = ("inception", "resnet_train")
@@ -51,48 +54,10 @@ def on_gpu(name: str) -> zoo.Example:
     return model.to("cuda:0"), *to_gpu((args, kwargs))
 
 
-def to_gpu(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda:0"), value)
-
-
 def flipped(value: Any) -> Any:
     """The rows in another order; what is one tensor remains one."""
     flip = functools.cache(lambda tensor: tensor.flip(0) if tensor.dim() else tensor)
     return pytree.tree_map_only(torch.Tensor, flip, value)
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of one step."""
-    module.zero_grad(set_to_none=True)
-    outputs = tensors_of(module(*args, **kwargs))
-    losses = [t.double().square().mean() for t in outputs if t.requires_grad]
-    torch.stack([loss.to("cuda:0") for loss in losses]).sum().backward()
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [t.detach().cpu() for t in [*outputs, *gradients]]
-
-
-def placed_randomly(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    devices: list[str],
-    seed: int,
-    *,
-    training: bool = True,
-    cuda_graphs: Any = False,
-    memory: str = "4GiB",
-) -> baechi.PlacedModule:
-    traced = baechi.trace(model, args, kwargs)
-    costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
-    rows = [baechi.Device(name, memory) for name in devices]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(10_000, 10**10))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, cuda_graphs=cuda_graphs)
 
 
 @pytest.mark.parametrize(
@@ -156,21 +121,6 @@ def slow_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             original(self, *args, **options)
 
         monkeypatch.setattr(TapeCode, name, spun)
-
-
-class Branches(nn.Module):
-    """Branches that meet again and again, so that lanes wait for each other all the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ModuleList(
-            nn.ModuleList([nn.Linear(256, 256) for _ in range(3)]) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for row in self.rows:
-            x = torch.stack([torch.tanh(layer(x)) for layer in row]).sum(0)
-        return x
 
 
 @pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
@@ -308,37 +258,23 @@ def test_a_truth_value_that_is_no_more_is_told_and_cuda_lives_on(cuda_graphs: An
 
 _SANITIZED = """
 import torch
-import test_gpu
+import on_gpus
 import torch.cuda._sanitizer as sanitizer
-model = test_gpu.Branches().to("cuda:0")
+model = on_gpus.Branches().to("cuda:0")
 x = torch.randn(64, 256, device="cuda:0")
-placed = test_gpu.placed_randomly(model, (x,), {}, test_gpu.LANES, 0)
+placed = on_gpus.placed_randomly(model, (x,), {}, on_gpus.LANES, 0)
 torch.cuda.synchronize()
 sanitizer.enable_cuda_sanitizer()  # it cannot see the fake tensors of a trace
 for _ in range(3):
-    test_gpu.step(placed, (x,), {})
+    on_gpus.step(placed, (x,), {})
 print("clean")
 """
 
 
 def test_the_sanitizer_finds_no_access_without_a_wait() -> None:
-    here = Path(__file__).parent
-    root = here.parents[1]
-    path = [
-        *map(str, (here, root / "tests" / "support", root)),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    found = subprocess.run(
-        [sys.executable, "-c", _SANITIZED],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert found.stdout.strip().endswith("clean"), found.stderr
-    assert "data race" not in found.stderr
+    out, errors = script(_SANITIZED)
+    assert out.endswith("clean"), errors
+    assert "data race" not in errors
 
 
 def test_place_probes_profiles_and_runs_on_the_gpu() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,12 +280,19 @@ def test_classes_with_operators_of_their_own() -> None:
 
 
 def test_what_a_failed_tracer_began_is_ended() -> None:
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    levels = torch._C._functorch
+    for begin in (levels._grad_increment_nesting, partial(levels._func_increment_nesting, True)):
+        depth = levels.get_dynamic_layer_stack_depth()
+        with internals.tracers_ended():
+            begin()
+            levels._vmap_increment_nesting(2, "error")
+            with internals.tracers_ended():
+                levels._grad_increment_nesting()
+            assert levels.get_dynamic_layer_stack_depth() == depth + 2
+        assert levels.get_dynamic_layer_stack_depth() == depth
     with internals.tracers_ended():
-        torch._C._functorch._vmap_increment_nesting(2, "error")
         torch._C._autograd._saved_tensors_hooks_disable("no")
         nn.modules.module.register_module_buffer_registration_hook(lambda *_: None)
-    assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
     with saved_tensors_hooks(torch.clone, torch.clone):
         graded().exp()
     assert not nn.modules.module._global_buffer_registration_hooks

@@ -32,6 +32,7 @@ from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
 from baechi.tracing.faithfulness import refuse_scripted
+from baechi.tracing.lowering import TracedModule
 from baechi.validation import check_is, check_row, check_threads
 
 
@@ -70,12 +71,13 @@ def apply(
     """
     check_is(traced, Traced, "traced")
     check_is(placement, Placement, "placement")
-    if traced.module is not None:
-        refuse_holding(traced.module.model)
+    model = _module_of(traced).model
+    refuse_holding(model)
+    state = PlacedState(model, ())  # which notes where the weights are, before they move
     special = executable(
         *(traced, placement, devices, graph, cluster, threads_per_device, compile, cuda_graphs)
     )
-    state = PlacedState(special.module.model, special.places)
+    state.places = special.places
     state.add(state.root, special.module.call, special)
     return installed(state)
 
@@ -95,12 +97,7 @@ def executable(
         check_is(graph, OpGraph, "graph")
     if cluster is not None:
         check_is(cluster, Cluster, "cluster")
-    if traced.module is None:
-        raise InputError(
-            f"this trace of {traced.name} was loaded from a file and has no model to run; "
-            "trace the model again in this process."
-        )
-    refuse_meta(traced.module.model)
+    refuse_meta(_module_of(traced).model)
     step = placed_step(traced, placement, graph)
     if devices is None:
         if cluster is None:
@@ -120,6 +117,16 @@ def executable(
         *(traced, step, placement, places, threads_per_device),
         *(options, cuda_graphs, graph, cluster),
     )
+
+
+def _module_of(traced: Traced) -> TracedModule:
+    module: TracedModule | None = traced.module
+    if module is None:
+        raise InputError(
+            f"this trace of {traced.name} was loaded from a file and has no model to run; "
+            "trace the model again in this process."
+        )
+    return module
 
 
 def installed(state: PlacedState) -> "PlacedModule":

@@ -470,4 +470,12 @@ def tracers_ended() -> Iterator[None]:
             del hooks[key]
         if banned is None:
             torch._C._autograd._saved_tensors_hooks_enable()
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        _end_levels(depth)
+
+
+def _end_levels(depth: int) -> None:
+    """As `pop_dynamic_layer_stack_and_undo_to_depth`, which in torch 2.11 ends two at a time."""
+    levels = torch._C._functorch
+    while levels.get_dynamic_layer_stack_depth() > depth:
+        kind = levels.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
+        getattr(levels, f"_{kind}_decrement_nesting")()

@@ -20,12 +20,11 @@ std::map<const void*, std::string>& kernels() {
 
 thread_local cudaStream_t stream_of_launch = nullptr;
 
-cudaError_t launch(const void* function, void** arguments, cudaStream_t on) {
+cudaError_t launched(const void* function, void** arguments, cudaStream_t on) {
   const Lock lock(everything());
   const std::string& name = kernels()[function];
   if (name.find("spin_kernel") != std::string::npos) {
-    spin(stream_of(on), static_cast<double>(*static_cast<int64_t*>(arguments[0])) / 1e6);
-    return cudaSuccess;
+    return spin(stream_of(on), *static_cast<int64_t*>(arguments[0]));  // a cycle is a nanosecond
   }
   std::fprintf(stderr, "emulated CUDA has no kernel %s\n", name.c_str());
   return failed(cudaErrorLaunchFailure);
@@ -62,15 +61,15 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t,
                                cudaStream_t on) {
-  return launch(kernel, arguments, on);
+  return launched(kernel, arguments, on);
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t,
                              cudaStream_t on) {
-  return launch(function, arguments, on);
+  return launched(function, arguments, on);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
                                 void** arguments) {
-  return launch(function, arguments, config->stream);
+  return launched(function, arguments, config->stream);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
@@ -92,7 +91,7 @@ cudaError_t cudaGetDeviceCount(int* number) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
   std::snprintf(properties->name, sizeof properties->name, "Emulated GPU");
-  properties->totalGlobalMem = size_t{16} << 30;
+  properties->totalGlobalMem = setting("MEMORY", int64_t{16} << 30);
   properties->major = 9;
   properties->multiProcessorCount = 132;
   properties->warpSize = 32;
@@ -159,6 +158,12 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "dependency created on uncaptured work in another stream";
     case cudaErrorMemoryAllocation:
       return "out of memory";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorLaunchOutOfResources:
+      return "too many resources requested for launch";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
     default:
       thread_local char text[64];
       std::snprintf(text, sizeof text, "error %d of the emulated runtime", error);

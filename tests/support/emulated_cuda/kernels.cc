@@ -6,6 +6,7 @@
 // What the host must know at once, such as how many entries are not zero, waits for the stream.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/native/Copy.h>
@@ -18,6 +19,7 @@
 #include <set>
 #include <string>
 
+#include "attention.h"
 #include "cells.h"
 #include "machine.h"
 
@@ -132,6 +134,12 @@ class Draws {
   std::optional<at::PhiloxCudaState> state_;
 };
 
+// Half of all shapes, others for each operator and each seed: a library chooses once for a shape.
+bool is_drawn(int64_t seed, const std::string& name, at::IntArrayRef sizes) {
+  const auto text = c10::str(seed, name, sizes);
+  return (std::hash<std::string>()(text) >> 7) % 2 != 0;
+}
+
 // One call of an operator.
 class Call {
  public:
@@ -139,8 +147,10 @@ class Call {
       : op_(op), schema_(op.schema()), arguments_(std::move(arguments)), device_(device()) {}
 
   Values run() {
+    check_devices();
     const c10::cuda::CUDAGuard on(device_);
     const auto stream = c10::cuda::getCurrentCUDAStream(device_.index());
+    plan();
     const Draws draws(op_, arguments_, device_.index());
     if (asks()) {
       Values host = on_hosts();
@@ -164,12 +174,43 @@ class Call {
         if (!is_argument[result]) put(stack[result], there[result]);
       }
     };
-    const Lock lock(everything());
-    push(stream_of(stream), task);
+    C10_CUDA_CHECK(launch(stream_of(stream), schema_.name(), task));
     return results;
   }
 
  private:
+  // A GPU's kernel reads the memory of that GPU alone; of the host's, what is passed to it by
+  // value, and tables of indices, which are moved.
+  void check_devices() const {
+    const bool moves = schema_.name().find("index") != std::string::npos;
+    for (const IValue& value : arguments_) {
+      map_tensors(value, [&](const Tensor& tensor) {
+        const bool is_there = !tensor.defined() || tensor.device() == device_ ||
+                              (tensor.is_cpu() && (tensor.dim() == 0 || moves));
+        TORCH_CHECK(is_there, schema_.name(),
+                    ": expected all tensors to be on the same device, but ",
+                    "found at least two devices, ", device_, " and ", tensor.device(), "!");
+        return tensor;
+      });
+    }
+  }
+
+  // Libraries make a plan for a shape when a thread first asks for it, which no capture survives.
+  void plan() const {
+    static const std::set<std::string> planned = {
+        "aten::addmm",   "aten::mm",          "aten::bmm",
+        "aten::baddbmm", "aten::convolution", "aten::convolution_backward"};
+    if (setting("PLANS") == 0 || planned.count(schema_.name()) == 0) return;
+    std::string key = schema_.name();
+    for (const IValue& value : arguments_) {
+      if (value.isTensor() && value.toTensor().defined()) key += c10::str(value.toTensor().sizes());
+    }
+    thread_local std::set<std::string> made;
+    if (!made.insert(key).second) return;
+    const Lock lock(everything());
+    C10_CUDA_CHECK(unsafe_in_capture());
+  }
+
   static void put(const IValue& made, const IValue& room) {
     if (made.isTensor() && made.toTensor().defined()) {
       room.toTensor().copy_(made.toTensor());
@@ -309,7 +350,21 @@ class Call {
 
   Tensor room(const Tensor& like) const {
     if (!like.defined()) return like;
-    return at::empty_strided(like.sizes(), like.strides(), like.options().device(device_));
+    const auto options = like.options().device(device_);
+    const int64_t seed = setting("LAYOUTS");
+    static const std::set<std::string> free = {
+        "aten::convolution",        "aten::convolution_backward",
+        "aten::native_batch_norm",  "aten::native_batch_norm_backward",
+        "aten::native_group_norm",  "aten::max_pool2d_with_indices",
+        "aten::avg_pool2d",         "aten::_adaptive_avg_pool2d",
+        "aten::upsample_nearest2d", "aten::upsample_bilinear2d",
+        "aten::_softmax",           "aten::native_layer_norm"};
+    if (seed == 0 || like.dim() != 4 || free.count(schema_.name()) == 0) {
+      return at::empty_strided(like.sizes(), like.strides(), options);
+    }
+    const bool last = is_drawn(seed, schema_.name(), like.sizes());
+    const auto format = last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+    return at::empty(like.sizes(), options, format);
   }
 
   // What a call returns that has run already.
@@ -353,11 +408,11 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (is_plain && (is_same || !is_one)) return at::native::copy_(self, from, non_blocking);
   if (is_one) {
     const c10::cuda::CUDAGuard on(self.device());
-    const Lock lock(everything());
-    push(stream_of(c10::cuda::getCurrentCUDAStream()), [to = on_host(self), from = on_host(from)] {
+    const auto task = [to = on_host(self), from = on_host(from)] {
       const Bare bare;
       to.copy_(from);
-    });
+    };
+    C10_CUDA_CHECK(launch(stream_of(c10::cuda::getCurrentCUDAStream()), "aten::copy_", task));
     return self;
   }
   const Tensor formed =
@@ -381,9 +436,15 @@ at::Scalar local_scalar(const Tensor& tensor) {
   return on_host(tensor).item();
 }
 
-int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                        double, bool, std::optional<double>, bool) {
-  return 0;
+// Which attention runs: plain, or with layouts that vary in one operator for half of all shapes.
+int64_t choice_of_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const std::optional<Tensor>&, double dropout, bool,
+                            std::optional<double>, bool) {
+  const int64_t seed = setting("LAYOUTS");
+  const bool can = query.dim() == 4 && query.size(1) == key.size(1) && dropout == 0 &&
+                   key.size(1) == value.size(1) && query.scalar_type() != at::kDouble;
+  const bool fused = seed != 0 && can && is_drawn(seed, "attention", query.sizes());
+  return static_cast<int64_t>(fused ? at::SDPBackend::efficient_attention : at::SDPBackend::math);
 }
 
 // What torch does without a kernel: views, and room.
@@ -440,7 +501,9 @@ extern "C" int install_kernels() {
   }
   library.impl("copy_", TORCH_FN(copy_));
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar));
-  library.impl("_fused_sdp_choice", TORCH_FN(plain_attention));
+  library.impl("_fused_sdp_choice", TORCH_FN(choice_of_attention));
+  library.impl("_scaled_dot_product_efficient_attention", TORCH_FN(attention));
+  library.impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(attention_backward));
   library.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   library.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   library.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));

@@ -11,10 +11,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 
 namespace emulated {
 
@@ -24,18 +26,48 @@ using Task = std::function<void()>;
 std::recursive_mutex& everything();
 using Lock = std::lock_guard<std::recursive_mutex>;
 
+// A number by its name: what a test has set, else `EMULATED_CUDA_` and the name in the
+// environment, else the last argument.
+int64_t setting(const std::string& name, int64_t otherwise = 0);
+
+// A call of the runtime by the host: it has the lock, is counted, and takes the host time. Not
+// those that only look, nor those of the runtime itself.
+class Api {
+ public:
+  explicit Api(const char* name);
+  ~Api();
+  Api(const Api&) = delete;
+  Api& operator=(const Api&) = delete;
+
+  // The error that has stuck: then every call returns it.
+  cudaError_t error() const;
+
+ private:
+  const Lock lock_;
+};
+
+#define ENTER_AS(name)           \
+  const emulated::Api api(name); \
+  if (const cudaError_t stuck = api.error()) return stuck
+#define ENTER ENTER_AS(__func__)
+
 struct Stream;
 
 // Streams by their handles; of the current device's default stream, too.
 Stream& stream_of(cudaStream_t handle);
 
-// Queues a task, or notes it as a node of the graph that the stream is captured for.
-void push(Stream& stream, Task task);
+// Queues a task that takes so long, or notes it as a node of the graph that the stream is captured
+// for.
+void push(Stream& stream, Task task, int64_t ns = 0);
+
+// Queues a kernel that takes `ns`, by default as the settings say: of its name, or `KERNEL_NS`. The
+// stream must be of the current device, and the launch may be the one that a test lets fail.
+cudaError_t launch(Stream& stream, const std::string& name, Task task, int64_t ns = -1);
 
 // Queues a kernel that does nothing for a while; the clock says that it did.
-void spin(Stream& stream, double ms);
+cudaError_t spin(Stream& stream, int64_t ns);
 
-// Lets streams go on until this one, or all of them, have nothing left.
+// Lets streams go on until this one, or all of them, have nothing left; the host has waited.
 void finish(Stream& stream);
 void finish_all();
 

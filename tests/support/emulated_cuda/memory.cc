@@ -12,8 +12,7 @@ namespace emulated {
 
 namespace {
 
-constexpr size_t kTotal = size_t{16} << 30;     // of a device
-constexpr size_t kContext = size_t{500} << 20;  // what its context takes
+constexpr size_t kContext = size_t{500} << 20;  // what a device's context takes
 constexpr size_t kPage = 4096;
 constexpr size_t kPoisoned = size_t{32} << 20;  // larger ones are zeros: their pages cost time
 
@@ -42,8 +41,10 @@ const Block* find(const Blocks& blocks, const void* pointer) {
   return address < start + (block.bytes == 0 ? 1 : block.bytes) ? &block : nullptr;
 }
 
+size_t total() { return static_cast<size_t>(setting("MEMORY", int64_t{16} << 30)); }
+
 size_t used(int device) {
-  size_t sum = 0;
+  size_t sum = kContext;
   for (const auto& [start, block] : on_devices()) sum += block.device == device ? block.bytes : 0;
   return sum;
 }
@@ -60,9 +61,9 @@ using namespace emulated;
 extern "C" {
 
 cudaError_t cudaMalloc(void** made, size_t bytes) {
-  const Lock lock(everything());
+  ENTER;
   if (const cudaError_t error = unsafe_in_capture()) return error;
-  if (used(current_device()) + bytes > kTotal) return failed(cudaErrorMemoryAllocation);
+  if (used(current_device()) + bytes > total()) return failed(cudaErrorMemoryAllocation);
   *made = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE,
                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*made == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
@@ -72,7 +73,7 @@ cudaError_t cudaMalloc(void** made, size_t bytes) {
 }
 
 cudaError_t cudaFree(void* pointer) {
-  const Lock lock(everything());
+  ENTER;
   if (const cudaError_t error = unsafe_in_capture()) return error;
   if (pointer == nullptr) return cudaSuccess;
   finish_all();
@@ -83,23 +84,23 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  const Lock lock(everything());
-  *total = kTotal;
-  const size_t taken = used(current_device()) + kContext;
-  *free = taken < kTotal ? kTotal - taken : 0;
+cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
+  ENTER;
+  *all = total();
+  const size_t taken = used(current_device());
+  *free = taken < *all ? *all - taken : 0;
   return cudaSuccess;
 }
 
 cudaError_t cudaHostAlloc(void** made, size_t bytes, unsigned) {
-  const Lock lock(everything());
+  ENTER;
   *made = std::aligned_alloc(kPage, mapped(bytes));
   pinned()[static_cast<char*>(*made)] = {bytes, -1};
   return cudaSuccess;
 }
 
 cudaError_t cudaFreeHost(void* pointer) {
-  const Lock lock(everything());
+  ENTER;
   finish_all();
   pinned().erase(static_cast<char*>(pointer));
   std::free(pointer);
@@ -107,13 +108,13 @@ cudaError_t cudaFreeHost(void* pointer) {
 }
 
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
-  const Lock lock(everything());
+  ENTER;
   pinned()[static_cast<char*>(pointer)] = {bytes, -1};
   return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void* pointer) {
-  const Lock lock(everything());
+  ENTER;
   pinned().erase(static_cast<char*>(pointer));
   return cudaSuccess;
 }
@@ -137,26 +138,31 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 // memory is staged at once, and what goes there is there when the call returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t on) {
-  const Lock lock(everything());
+  ENTER;
   Stream& stream = stream_of(on);
   const auto is_pageable = [](const void* pointer) {
     return find(on_devices(), pointer) == nullptr && find(pinned(), pointer) == nullptr;
   };
   if (is_captured(stream) && (is_pageable(from) || is_pageable(to))) return spoil(stream);
+  const int64_t rate = setting("BYTES_PER_US", 1 << 30);
+  const int64_t ns = setting("COPY_NS") + static_cast<int64_t>(bytes) * 1000 / rate;
   if (is_pageable(from)) {
     const char* first = static_cast<const char*>(from);
-    push(stream, [to, staged = std::vector<char>(first, first + bytes)] {
-      std::memcpy(to, staged.data(), staged.size());
-    });
+    push(
+        stream,
+        [to, staged = std::vector<char>(first, first + bytes)] {
+          std::memcpy(to, staged.data(), staged.size());
+        },
+        ns);
   } else {
-    push(stream, [=] { std::memmove(to, from, bytes); });
+    push(stream, [=] { std::memmove(to, from, bytes); }, ns);
   }
   if (is_pageable(to)) finish(stream);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  const Lock lock(everything());
+  ENTER;
   if (const cudaError_t error = unsafe_in_capture()) return error;
   const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
   finish(stream_of(nullptr));
@@ -169,8 +175,8 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t byt
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t on) {
-  const Lock lock(everything());
-  push(stream_of(on), [=] { std::memset(to, value, bytes); });
+  ENTER;
+  push(stream_of(on), [=] { std::memset(to, value, bytes); }, setting("KERNEL_NS"));
   return cudaSuccess;
 }
 

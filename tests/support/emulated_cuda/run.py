@@ -38,8 +38,9 @@ def _headers(major: str) -> Path:
 
 
 def _build(library: Path, sources: Sequence[str], *options: str) -> Path:
-    """Compile a library unless it is newer than everything here."""
-    newest = max(file.stat().st_mtime for file in HERE.rglob("*") if file.is_file())
+    """Compile a library unless it is newer than its sources and every header."""
+    parts = [*(HERE / source for source in sources), *HERE.glob("*.h"), HERE / "exported.map"]
+    newest = max(file.stat().st_mtime for file in parts)
     if not library.exists() or library.stat().st_mtime < newest:
         BUILD.mkdir(parents=True, exist_ok=True)
         sys.stderr.write(f"building {library.name}\n")

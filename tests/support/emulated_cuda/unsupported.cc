@@ -3,6 +3,8 @@
 
 extern "C" {
 CANNOT(__cudaInitModule)
+CANNOT(cudaDeviceGetGraphMemAttribute)
+CANNOT(cudaDeviceSetGraphMemAttribute)
 CANNOT(cudaFreeAsync)
 CANNOT(cudaGetSymbolAddress)
 CANNOT(cudaGraphAddNode)

@@ -282,13 +282,20 @@ class _Recordings:
 
 
 @final
+class _Warming(threading.local):
+    """The eager calls of each shape in this thread, since libraries warm up for each thread."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, int] = {}
+
+
+@final
 class _Mode:
     """Recordings of training steps, or of inferences, for the latest shapes of call."""
 
     def __init__(self) -> None:
         self._state: Any = None
-        # Eager calls that warm up, by shape and thread: libraries keep handles and plans for each.
-        self._warming: dict[tuple[Any, int], int] = {}
+        self._warming = _Warming()
         self.shapes: dict[Any, _Recordings] = {}  # the latest last
         self.current = _Recordings()
 
@@ -299,16 +306,16 @@ class _Mode:
         as may be kept the least recently used are let go of, before others take memory.
         """
         if state != self._state:
-            self._state, self._warming, self.shapes = state, {}, {}
+            self._state, self._warming, self.shapes = state, _Warming(), {}
             self.current = _Recordings()
         found = self.shapes.pop(key, None)
         if found is None:
-            warming = key, threading.get_ident()
-            calls = self._warming.pop(warming, 0)
+            warming = self._warming.calls
+            calls = warming.pop(key, 0)
             if calls < WARM_UP:
-                if len(self._warming) >= _MOST_WARMING:
-                    del self._warming[next(iter(self._warming))]
-                self._warming[warming] = calls + 1
+                if len(warming) >= _MOST_WARMING:
+                    del warming[next(iter(warming))]
+                warming[key] = calls + 1
                 return None
             while len(self.shapes) >= most:
                 del self.shapes[next(iter(self.shapes))]
