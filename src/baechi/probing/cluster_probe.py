@@ -71,9 +71,9 @@ def probe(devices: Devices = None) -> Cluster:
 
     Returns:
         Devices with the memory that is free now, on GPUs less what torch's allocator and cuBLAS
-        hold for themselves; or with the capacity given. Links as measured. All GPUs have one host, the thread that launches for them; what they receive takes
-        `HANDOVER_NS` of it, which is not measured. CPUs have none: what their workers lose to
-        Python's lock is in no prediction.
+        hold for themselves; or with the capacity given. Links as measured. All GPUs have one host,
+        the thread that launches for them; what they receive takes `HANDOVER_NS` of it, which is not
+        measured. CPUs have none: what their workers lose to Python's lock is in no prediction.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
