@@ -29,10 +29,10 @@ from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
 # A prediction is of what torch's allocator gives out. It holds more for that: blocks that do not
-# fit what is asked for, and segments of each stream, small and large (2 and 20 MiB). A guess until
-# hardware confirms it.
+# fit what is asked for, and of each stream (a lane's own, of its copies, of its captures) segments
+# small and large (2 and 20 MiB). The share is a guess until hardware confirms it.
 _RESERVED_SHARE: Final = 0.05
-_SEGMENT_BYTES: Final = 22 * 2**20
+_SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
 
