@@ -262,7 +262,10 @@ class GraphedTape:
     def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
         """The function recorded; or `None`, and the reason is noted."""
         caching = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
+        if any(
+            map(torch.is_autocast_enabled, ("cuda", "cpu"))
+        ):  # else compiled code would guard it
+            torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
             return self.recorder.record(function, rank)
         except Exception as error:
