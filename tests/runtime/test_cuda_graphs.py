@@ -488,7 +488,7 @@ def test_shapes_whose_eager_calls_are_counted_are_forgotten_in_time() -> None:
     with torch.no_grad():
         for n in range(2, 100):
             placed(torch.randn(n, 4))
-    assert len(graphs._modes[False]._warming) == 64
+    assert len(graphs._modes[False]._warming.calls) == 64
 
 
 def test_inference_in_a_training_placement_has_recordings_of_its_own() -> None:
