@@ -41,6 +41,6 @@ STEPS: Final = (
     _step("races", "tests", 60, "no access without a wait, by torch's sanitizer and by spins"),
     _step("values", "tests", 120, "models on lanes, eager and as graphs, equal the unsplit ones"),
     _step("ecosystem", "ecosystem", 45, "generate, and transformers' Trainer, on a placed model"),
-    _step("compile", "compiled", 60, "compiled segments give the values, and compile once"),
+    _step("compile", "compiled", 90, "compiled segments give the values, and compile once"),
     _step("several", "several", 60, "links, contexts and values of several GPUs"),
 )

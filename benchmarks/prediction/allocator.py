@@ -3,7 +3,9 @@
 `python3 -m benchmarks.prediction.allocator` prints, for whole models on one GPU, on two logical
 devices of it and on two GPUs where there are, what `placed.schedule` predicts for every GPU and the
 most that the allocator gave in a few steps. Two devices are a random placement, which sends much;
-`--graphs` replays CUDA graphs instead of launching eagerly. What cuBLAS keeps for itself is left
+Beside it is what the allocator held for that, as a multiple of all that it gave out at most: blocks
+of segments that nobody uses, and of streams that others may not use. `--graphs` replays CUDA graphs
+instead of launching eagerly. What cuBLAS keeps for itself is left
 out where a step leaves it behind, but a graph's pool keeps it.
 
 Without a GPU it runs on the emulated runtime, whose memory torch's allocator manages as it does a
@@ -42,14 +44,19 @@ def main(
         console.print("no GPU is at hand; this benchmark needs one, or the emulated runtime.")
         raise typer.Exit(1)
     sides = [["cuda:0"], ["cuda:0/a", "cuda:0/b"], ["cuda:0", "cuda:1"]]
-    table = Table("model", "mode", "devices", "GPU", "predicted", "allocated", "error")
+    table = Table("model", "mode", "devices", "GPU", "predicted", "allocated", "error", "reserved")
     errors = []
     for name in models.split(","):
         for mode in modes.split(","):
             for devices in sides[: 2 + (torch.cuda.device_count() > 1)]:
-                for gpu, said, real in peaks(name, mode == "training", devices, seed, graphs):
+                for gpu, said, real, held in peaks(name, mode == "training", devices, seed, graphs):
                     errors.append((said - real) / real)
-                    row = (f"{said / 1e6:.1f} MB", f"{real / 1e6:.1f} MB", f"{errors[-1]:+.1%}")
+                    row = (
+                        f"{said / 1e6:.1f} MB",
+                        f"{real / 1e6:.1f} MB",
+                        f"{errors[-1]:+.1%}",
+                        f"{held:.2f}",
+                    )
                     table.add_row(name, mode, " ".join(devices), gpu, *row)
         console.print(f"{name}: {min(errors):+.1%} to {max(errors):+.1%} so far")
     console.print(table)
@@ -57,8 +64,8 @@ def main(
 
 def peaks(
     name: str, training: bool, devices: list[str], seed: int, graphs: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Every GPU of a placement: predicted and allocated bytes."""
+) -> Iterator[tuple[str, int, int, float]]:
+    """Every GPU of a placement: predicted and allocated bytes, and what is held for the latter."""
     gpus = sorted({device.split("/")[0] for device in devices})
     gc.collect()
     torch.cuda.empty_cache()
@@ -82,6 +89,7 @@ def peaks(
             devices=devices,
             cuda_graphs="auto" if graphs else False,
         )
+        torch.cuda.empty_cache()
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         for _ in range(WARM_UP + 3):
@@ -99,7 +107,8 @@ def peaks(
         placed.zero_grad()
         state = [t for t in (*model.parameters(), *model.buffers()) if str(t.device) == gpu]
         left = torch.cuda.memory_allocated(gpu) - known - sum(t.nbytes for t in state)
-        yield gpu, said, real - (0 if graphs else max(left, 0))
+        held = torch.cuda.max_memory_reserved(gpu) / torch.cuda.max_memory_allocated(gpu)
+        yield gpu, said, real - (0 if graphs else max(left, 0)), held
     placed.unplace()
 
 

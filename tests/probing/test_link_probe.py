@@ -1,13 +1,18 @@
 """Fitting a latency and a rate: known links are found again, and what no link can tell is said."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import Link
+from baechi.probing import link_probe
 from baechi.probing.link_probe import FREE_BYTES_PER_S, GOOD_ERROR, fit_link
 
 SIZES = tuple(1 << power for power in range(10, 29, 2))
@@ -82,3 +87,52 @@ def test_two_sizes_are_told_exactly():
     fit = fit_link((1_000, 3_000), (5_000, 9_000))
     assert fit.link == Link(3_000, 500_000_000)
     assert fit.worst_error == 0
+
+
+class PlayedStream:
+    """A stream whose kernels take 2 us each, and 1 us more after one of another stream."""
+
+    host_ns = 0.0  # each call takes 10 us of the thread that launches
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at_ns = 0.0
+
+    def launched(self, took_ns: float = 0.0) -> None:
+        PlayedStream.host_ns += 10_000
+        self.at_ns = max(self.at_ns, PlayedStream.host_ns) + took_ns
+
+    def wait_stream(self, other: "PlayedStream") -> None:
+        self.launched()
+        self.at_ns = max(self.at_ns, other.at_ns + 1_000)
+
+
+class PlayedEvent:
+    def __init__(self, **_: Any) -> None:
+        self.at_ns = 0.0
+
+    def record(self, stream: PlayedStream) -> None:
+        stream.launched()
+        self.at_ns = stream.at_ns
+
+    def elapsed_time(self, end: "PlayedEvent") -> float:
+        return (end.at_ns - self.at_ns) / 1e6
+
+
+def test_a_hop_between_streams_has_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[PlayedStream] = []
+
+    @contextlib.contextmanager
+    def on(stream: PlayedStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    for name, value in {
+        "Stream": PlayedStream,
+        "Event": PlayedEvent,
+        "stream": on,
+        "synchronize": lambda _: None,
+        "_sleep": lambda cycles: current[-1].launched(max(cycles, 2_000)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert link_probe.lane_ns(torch.device("cpu")) == 1_000

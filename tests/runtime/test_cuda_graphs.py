@@ -5,6 +5,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -223,6 +224,40 @@ def test_each_step_may_train_other_outputs(seed: int) -> None:
             for module in (reference, placed)
         ]
         assert_same(*rows)
+
+
+def test_gradients_of_other_outputs_run_eagerly_before_they_are_recorded() -> None:
+    """A library chooses kernels when it first runs them, which must not be in a capture."""
+    ranks: list[int] = []
+    reference, placed, graphs = two_heads()
+    graphs._recorder = lambda _: CpuRecorder(lambda: False, ranks)
+    x, counts = torch.randn(4, 8), []
+    for heads in [(0, 1)] * (WARM_UP + 1) + [(0,)] * 3:
+        outputs = [module(x) for module in (reference, placed)]
+        losses = [sum(row[head].square().sum() for head in heads) for row in outputs]
+        assert_same(*map(gradients, (reference, placed), losses))
+        counts.append(len(ranks))
+    *_, before, first, second, third = counts
+    assert 0 < before == first < second == third
+
+
+def test_each_thread_warms_up() -> None:
+    """Handles and plans of libraries are a thread's own."""
+    ranks: list[int] = []
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    placed = placed_at_random(model, (x,), {}, 0, 1)
+    replaying(placed, ranks=ranks)
+
+    def recorded(calls: int) -> int:
+        for _ in range(calls):
+            placed(x).sum().backward()
+        return len(ranks)
+
+    with ThreadPoolExecutor(1) as other:
+        assert recorded(WARM_UP) == 0
+        assert other.submit(recorded, WARM_UP).result() == 0
+        assert other.submit(recorded, 1).result() > 0
 
 
 class Fan(nn.Module):

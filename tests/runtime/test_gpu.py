@@ -183,6 +183,18 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     assert "" in placed._current.graphs.reasons
 
 
+def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> None:
+    model, x = nn.Linear(8, 8).to("cuda:0"), torch.randn(4, 8, device="cuda:0")
+    options = {"cuda_graphs": "auto", "compile": {"backend": "aot_eager"}, "progress": False}
+    placed = baechi.place(model, ["cuda:0"], example_args=(x,), **options)
+    compiled = []
+    for _ in range(WARM_UP + 2):
+        placed(x).sum().backward()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[0] == compiled[-1]
+    assert "" in placed._current.graphs.reasons
+
+
 def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).to("cuda:0")
     x = torch.randn(32, 64, device="cuda:0")

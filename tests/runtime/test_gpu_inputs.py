@@ -105,7 +105,7 @@ def test_an_input_comes_from_another_gpu(cuda_graphs: Any) -> None:
 
 @pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
 def test_an_input_of_the_host_gets_its_gradient(devices: list[str]) -> None:
-    traced = baechi.trace(nn.Linear(8, 8).to("cuda:0"), (torch.ones(4, 8, requires_grad=True),))
+    traced = baechi.trace(nn.Linear(8, 8), (torch.ones(4, 8, requires_grad=True),))
     costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
     graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=True)
     rows = [baechi.Device(device, "1GiB") for device in devices]

@@ -213,7 +213,8 @@ class CudaTimer:
             readings = self._queued([repeated] * _QUEUED, launch_ns)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
-            remark = f"{NO_GRAPH} ({str(error).splitlines()[0]})"
+            reason, *_ = str(error).split("\n")
+            remark = f"{NO_GRAPH} ({reason})"
             rows = [prepare(repeats) for _ in range(_QUEUED // 4)]
             calls = [partial(_call, row) for row in rows]
             readings = self._queued(calls, launch_ns * repeats)

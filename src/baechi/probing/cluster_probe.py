@@ -28,6 +28,11 @@ from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_de
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
+# A prediction is of what torch's allocator gives out. It holds more for that: blocks that do not
+# fit what is asked for, and of each stream (a lane's own, of its copies, of its captures) segments
+# small and large (2 and 20 MiB). The share is a guess until hardware confirms it.
+_RESERVED_SHARE: Final = 0.05
+_SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
 
@@ -65,10 +70,10 @@ def probe(devices: Devices = None) -> Cluster:
             `"cuda:0/a"`, `"cuda:0/b"` are two on one GPU.
 
     Returns:
-        Devices with the memory that is free now, or with the capacity given; links as measured.
-        All GPUs have one host, the thread that launches for them; what they receive takes
-        `HANDOVER_NS` of it, which is not measured. CPUs have none: what their workers lose to
-        Python's lock is in no prediction.
+        Devices with the memory that is free now, on GPUs less what torch's allocator and cuBLAS
+        hold for themselves; or with the capacity given. Links as measured. All GPUs have one host,
+        the thread that launches for them; what they receive takes `HANDOVER_NS` of it, which is not
+        measured. CPUs have none: what their workers lose to Python's lock is in no prediction.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
@@ -188,8 +193,9 @@ def _free_bytes(place: torch.device, sharing: int) -> int:
     """Memory that each of so many logical devices on one torch device could get now."""
     if place.type == "cuda":
         major = torch.cuda.get_device_capability(place)[0]
-        kept = blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        return max(_free_gpu_bytes(place) // sharing - _WORKSPACES * kept, 0)
+        kept = _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        kept += _SEGMENT_BYTES
+        return max(int((1 - _RESERVED_SHARE) * (_free_gpu_bytes(place) // sharing)) - kept, 0)
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -33,6 +33,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement
 from baechi.runtime.placed_module import PlacedModule, apply
+from baechi.torch_support.torch_internals import spin
 from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import propagate, quiet
@@ -51,8 +52,10 @@ _CHECKED: Final = (1 << 10, (1 << 16) + 3, 1 << 22)
 _REPEATS: Final = 3
 _ROUNDS: Final = (3, 30)
 _BUDGET_NS: Final = 10_000_000  # of the rounds of one size, once there are enough
-# On a GPU the latency of a hand-over between streams is that of a dependency among kernels.
+# On a GPU the latency of a hand-over between streams is that of a dependency among kernels. Of so
+# many about three launches each are pending, of some 1,024 that can be.
 _HOPS: Final = 200
+_QUEUING_CYCLES: Final = 40_000_000  # 20 ms or so, in which the host queues them
 
 _OPS: Final = 24
 # A hand-over costs the more the longer operators take: a worker whose core has been idle goes on
@@ -154,22 +157,35 @@ def _copy_ns(src: torch.device, dst: torch.device, nbytes: int) -> int:
 
 
 def lane_ns(gpu: torch.device) -> int:
-    """The time that one wait for a kernel of another stream adds."""
+    """The GPU's time for one wait for a kernel of another stream, whatever the host takes.
+
+    Hops are queued behind a spin, and so are the events around them:
+
+        own     spin  begin |kernel|      |kernel|      ... end
+        other               |      |kernel|      |kernel| ...
+    """
     own, other = (torch.cuda.Stream(gpu) for _ in range(2))  # type: ignore[no-untyped-call]
-    tensor = torch.zeros(1, device=gpu)
 
-    def hop(lanes: Sequence[torch.cuda.Stream]) -> None:
-        for index in range(_HOPS):
+    def took_ns(lanes: Sequence[torch.cuda.Stream]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(gpu)
+        for index in range(_HOPS + 1):
             lane, before = lanes[index % 2], lanes[(index + 1) % 2]
-            if lane != before:
-                lane.wait_stream(before)
             with torch.cuda.stream(lane):
-                tensor.add_(1)
+                if index == 0:
+                    spin(_QUEUING_CYCLES)
+                    begin.record(lane)
+                elif lane != before:
+                    lane.wait_stream(before)
+                spin(1)
+        end.record(lanes[_HOPS % 2])
+        torch.cuda.synchronize(gpu)
+        return float(begin.elapsed_time(end)) * 1e6
 
-    torch.cuda.synchronize(gpu)
-    one = _median_ns(lambda: hop((own, own)), gpu)
-    two = _median_ns(lambda: hop((own, other)), gpu)
-    return max((two - one) // _HOPS, 0)
+    one, two = (
+        median(took_ns(lanes) for _ in range(_REPEATS)) for lanes in ((own, own), (own, other))
+    )
+    return max(round((two - one) / _HOPS), 0)
 
 
 def _median_ns(run: Callable[[], object], *places: torch.device) -> int:

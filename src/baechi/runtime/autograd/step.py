@@ -250,6 +250,7 @@ class Step:
         # stream on which a parameter was first used, and no tape runs its hooks.
         self.apart = False
         self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
+        self.warms = -1  # in which of autograd's passes kernels run that a tape records later
         self.fetched: dict[int, torch.Tensor] = {}  # inputs that are brought ahead of their readers
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases

@@ -29,6 +29,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.torch_support.torch_devices import kernel_choices
+from baechi.torch_support.torch_internals import backward_id
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 
@@ -132,7 +133,7 @@ class GraphedTape:
     def __post_init__(self) -> None:
         self._forward: _Forward | None = None
         self._backwards: dict[tuple[int | None, ...], _Backward] = {}
-        self._late: set[tuple[int | None, ...]] = set()
+        self._warm: set[tuple[bool, ...]] = set()  # which gradients there were in a backward
         self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
 
     def forward(self, step: Step) -> None:
@@ -172,10 +173,14 @@ class GraphedTape:
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:
-            # One that comes late runs kernels that have not been warmed up.
-            may = not self._backwards or pattern in self._late
-            self._late.add(pattern)
-            recorded = self._record_backward(step, record) if may else None
+            graded = tuple(key is not None for key in pattern)
+            # The eager calls had those of the first; of others the kernels run here first, with
+            # all that reads what they make, which is elsewhere than when they are replayed.
+            if self._backwards and graded not in self._warm:
+                step.warms = backward_id()
+            if step.warms != backward_id():
+                recorded = self._record_backward(step, record)
+            self._warm.add(graded)
             if recorded is None:
                 self._run_backward(step, record)
                 return
@@ -257,7 +262,10 @@ class GraphedTape:
     def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
         """The function recorded; or `None`, and the reason is noted."""
         caching = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
+        if any(
+            map(torch.is_autocast_enabled, ("cuda", "cpu"))
+        ):  # else compiled code would guard it
+            torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
             return self.recorder.record(function, rank)
         except Exception as error:

@@ -124,11 +124,6 @@ class CudaExecutor:
             self._own.append(_stream(place) if own else None)
             if not lane.copies and is_used:
                 seen.add(place)
-        self._copying = {
-            lane.device: own
-            for lane, own in zip(program.lanes, self._own, strict=True)
-            if lane.copies and own is not None
-        }
         # GPUs on which several lanes compute.
         self._shared = frozenset(
             places[lane.device]
@@ -267,6 +262,8 @@ class CudaExecutor:
         would make lanes of both wait for each other. The memory is the reader's, who waits.
         """
         pinned = []
+        rows = zip(self._program.lanes, self._own, strict=True)
+        copies = {lane.device: own for lane, own in rows if lane.copies and own is not None}
         for code in self.bound.tapes:
             for index in code.inputs:
                 tensor, reader = step.inputs[index], streams[code.device]
@@ -278,7 +275,7 @@ class CudaExecutor:
                     continue
                 with torch.cuda.stream(reader):
                     room = torch.empty_like(tensor, device=code.place, requires_grad=False)
-                copying = self._copying.get(code.device, reader)
+                copying = copies.get(code.device, reader)
                 if copying != reader:
                     copying.wait_stream(reader)
                 with _on(self._out.get(tensor.device)), torch.cuda.stream(copying):
@@ -313,14 +310,13 @@ class CudaExecutor:
                     move(step, moves, send, together=made)
 
     def _run_tapes(self, step: Step, segment: Segment) -> None:
-        graphs = step.own.graphs
+        graphs, arrivals = step.own.graphs, step.own.arrivals
+        backward = segment.again or segment.backward
         for index in segment.tapes:
             tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
-            backward = segment.again or segment.backward
-            for arriving in () if backward else self.bound.tapes[index].inputs:
-                event = step.own.arrivals.pop(arriving, None)
-                if event is not None:
-                    torch.cuda.current_stream(self.bound.tapes[index].place).wait_event(event)
+            code = self.bound.tapes[index]
+            for event in () if backward else filter(None, map(arrivals.get, code.inputs)):
+                torch.cuda.current_stream(code.place).wait_event(event)
             if segment.again:
                 tape.recompute(step)
             elif segment.backward:
