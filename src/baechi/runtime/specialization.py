@@ -191,16 +191,18 @@ def _mode(module: nn.Module) -> str:
 def held_by(model: nn.Module, attributes: Attributes) -> HeldObjects:
     """What a model holds now: modules, modes, hooks, and what its attributes look at."""
     modules = list(model.modules())
-    return attributes.held((*map(vars, modules), *_submodules_and_hooks(modules)))
+    dicts, unhooked = _submodules_and_hooks(modules)
+    return attributes.held((*map(vars, modules), *dicts), unhooked)
 
 
 _STATE: Final = ("training", "_modules", *HOOKS)
 
 
-def _submodules_and_hooks(modules: Iterable[nn.Module]) -> Iterator[dict[Any, Any]]:
-    """The dicts in which modules have them, and those of the hooks on all modules."""
-    yield from (hooks_of(None, kind) for kind in HOOKS)
-    yield from (vars(module)[name] for module in modules for name in _STATE[1:])
+def _submodules_and_hooks(modules: Iterable[nn.Module]) -> tuple[list[dict[Any, Any]], HeldObjects]:
+    """The dicts in which modules have them, and torch those of all modules; and the empty ones."""
+    hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
+    dicts = [vars(module)["_modules"] for module in modules] + [rows for rows in hooks if rows]
+    return dicts, HeldObjects(rows for rows in hooks if not rows)
 
 
 @final
@@ -226,7 +228,8 @@ class ModuleKind:
         kind = (modules, modes, tuple(tuple(row) for row in hooks if row))
         self._number = self._numbers.setdefault(kind, len(self._numbers))
         state = ((module, _STATE) for module in modules)
-        self._held = HeldObjects(_submodules_and_hooks(modules), state)
+        dicts, unhooked = _submodules_and_hooks(modules)
+        self._held = HeldObjects(dicts, state, unhooked)
         return self._number
 
 

@@ -56,10 +56,11 @@ class Leaves:
         homes = [bound.parameters[parameter] for parameter in self.trained]
         self.slots = [slots[0] for _, slots in homes]
         self.spread = [home for home in homes if len(home[1]) > 1]
-        # One without hooks may be frozen: no tape makes its gradient then, and torch takes none.
-        names = ("requires_grad", GRADIENT_HOOKS)
-        rows = ((p, names[p.requires_grad and p not in self.hooked :]) for p in parameters)
-        self._held = HeldObjects((own for _, own in hooks if own is not None), rows)
+        # One without hooks may be frozen: no tape makes a gradient of it, and torch needs none.
+        plain = HeldObjects((), ((p, (GRADIENT_HOOKS,)) for p, own in hooks if own is None))
+        others = (p for p in parameters if not p.requires_grad or gradient_hooks(p))
+        rows = ((p, ("requires_grad", GRADIENT_HOOKS)) for p in others)
+        self._held = HeldObjects((own for _, own in hooks if own is not None), rows, plain)
         self._gpus = {p.device for p in self.trained if p.is_cuda}
         self._streams: list[Any] = []  # of which the nodes are
         self._free: list[torch.Tensor] = []

@@ -33,6 +33,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 __all__ += ["RecursiveScriptModule", "TorchDispatchMode", "enable_python_dispatcher"]
@@ -217,6 +218,11 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor._backward_hooks = hooks
     if after:
         tensor._post_accumulate_grad_hooks = after
+
+
+def hooks_given() -> int:
+    """The number of hooks that modules, tensors and nodes were ever given."""
+    return RemovableHandle.next_id
 
 
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:

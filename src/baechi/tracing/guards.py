@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from baechi._core import same_contents
-from baechi.torch_support.torch_internals import CALL
+from baechi.torch_support.torch_internals import CALL, hooks_given
 
 _KINDS: Final = ("cpu", "cuda")
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
@@ -98,19 +98,29 @@ class HeldObjects:
     Args:
         holders: Dicts, lists and sets.
         attributes: Other objects, each with names of attributes that it has.
+        unhooked: What changes only when torch is given a hook, so that it is looked at only then.
     """
 
     def __init__(
-        self, holders: Iterable[Any], attributes: Iterable[tuple[Any, tuple[str, ...]]] = ()
+        self,
+        holders: Iterable[Any],
+        attributes: Iterable[tuple[Any, tuple[str, ...]]] = (),
+        unhooked: "HeldObjects | None" = None,
     ) -> None:
         self._holders = list({id(holder): holder for holder in holders}.values())
         self._rows = list(map(_row, self._holders))
         for owner, names in attributes:
             self._holders.append(owner)
             self._rows.append(tuple(x for name in names for x in (name, getattr(owner, name))))
+        self._unhooked, self._given = unhooked, hooks_given()
 
     def are_same(self) -> bool:
         """True if all hold what they held."""
+        given = hooks_given()
+        if self._unhooked is not None and given != self._given:
+            if not self._unhooked.are_same():
+                return False
+            self._given = given
         return same_contents(self._holders, self._rows)
 
 
@@ -275,7 +285,7 @@ class Attributes:
                 return False
         return all(row.holds() for row in self._rows)
 
-    def held(self, others: Iterable[Any]) -> HeldObjects:
+    def held(self, others: Iterable[Any], unhooked: HeldObjects) -> HeldObjects:
         """What everything that these look at holds now, and other holders; unchanged, they hold."""
         owners = (*(row.owner for row in self._rows), *(names.own for names in self._names))
         return HeldObjects(
@@ -292,6 +302,7 @@ class Attributes:
                 # What an object does not have itself is its class's.
                 for holder in [type(row.owner) if hasattr(row.owner, "__dict__") else row.owner]
             }.values(),
+            unhooked,
         )
 
     def changed(self) -> str:
