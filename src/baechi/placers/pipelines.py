@@ -50,8 +50,11 @@ _COPIES: Final = {
     "balanced": (500, 1_000, 2_000),
     "thorough": (500, 1_000, 2_000, 4_000, 8_000),
 }
-# How often a row of devices gets stages in turn, and splits with the best estimates of each.
+# How often a row of devices gets stages in turn; the most devices for that, how many numbers of
+# them are tried, and how many splits with the best estimates are ordered.
 _LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
+_MOST_STAGES: Final = 64
+_STAGES: Final = 8
 _SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
 # Candidates that get the best order that the effort finds; the others get that of a fast solve.
 _ORDERED: Final = {"balanced": 2, "thorough": 12}
@@ -150,17 +153,19 @@ def _stages(
     """Contiguous splits of the groups, in index order, of least bottleneck: the best estimates."""
     blocks = _Blocks(graph, problem, microbatches)
     kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
-    devices = range(len(kinds))
+    devices = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
     rows = (
-        list(devices),
+        devices,
         sorted(devices, key=lambda d: (-memory[d], work[d], d)),
         sorted(devices, key=lambda d: (work[d], -memory[d], d)),
     )
-    for laps in _LAPS[effort]:
+    most = min(len(devices), _MOST_STAGES)
+    numbers = sorted({round(some) for some in np.linspace(2, most, _STAGES)})
+    for laps in _LAPS[effort] if len(devices) > 1 else ():
         found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
         # Where what is in flight has no room, fewer will be, which the order of turns sees to.
         for in_flight in dict.fromkeys((microbatches, 2, 1)):
-            for row, used in product(rows, range(2, problem.most_devices + 1)):
+            for row, used in product(rows, numbers):
                 key = tuple(kinds[device] for device in row[:used])
                 split = None if key in found else blocks.split(row[:used], laps, in_flight)
                 if split is not None:
