@@ -68,7 +68,7 @@ Candidate: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 def pipelined(
     graph: OpGraph,
     problem: Problem,
-    one: Placement,
+    ones: Sequence[Placement],
     placer: Placer,
     effort: str,
     microbatches: int,
@@ -78,8 +78,8 @@ def pipelined(
     Args:
         graph: The graph of one micro-batch.
         problem: The same with its cluster and constraints.
-        one: The placer's placement of it.
-        placer: `Auto` tries all candidates, any other placer only `one`.
+        ones: The placer's placements of it.
+        placer: `Auto` tries all candidates, any other placer only these.
         effort: How many candidates, and how many orders of each.
         microbatches: Their number, at least 2.
     """
@@ -87,7 +87,7 @@ def pipelined(
         problem = problem.within(next(device_choices(problem)))
     steps: dict[str, int | float | str] = {}
     rated: list[tuple[int, Turns, str, Order]] = []
-    for label, devices, order in _candidates(graph, problem, one, placer, effort, microbatches):
+    for label, devices, order in _candidates(graph, problem, ones, placer, effort, microbatches):
         if problem.timeline().fold(np.array(devices, np.int32), np.array(order, np.int32)) >= 0:
             continue  # there is no path
         placed = Placement(graph.digest, devices, order)
@@ -129,22 +129,28 @@ def _rate(
 
 
 def _candidates(
-    graph: OpGraph, problem: Problem, one: Placement, placer: Placer, effort: str, microbatches: int
+    graph: OpGraph,
+    problem: Problem,
+    ones: Sequence[Placement],
+    placer: Placer,
+    effort: str,
+    microbatches: int,
 ) -> Iterator[Candidate]:
     """Devices and orders of the ops of one micro-batch, each set of devices once."""
-    yield f"{placer.name}/one", one.devices, one.order
-    if not isinstance(placer, Auto):
-        return
-    seen, order = {one.devices}, tuple(range(problem.arrays.ops))
+    seen = set()
+    for at, one in enumerate(ones):
+        if one.devices not in seen:
+            seen.add(one.devices)
+            yield f"{placer.name}/one{f'.{at}' if at else ''}", one.devices, one.order
     rows = (
         _stages(graph, problem, effort, microbatches),
         _interleaved(graph, problem, effort, microbatches),
     )
-    for name, devices in chain(*rows):
+    for name, devices in chain(*rows) if isinstance(placer, Auto) else ():
         where = tuple(devices.tolist())
         if where not in seen:
             seen.add(where)
-            yield name, where, order
+            yield name, where, tuple(range(problem.arrays.ops))
 
 
 def _stages(

@@ -94,7 +94,11 @@ def solve(
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
     if check_positive(microbatches, "microbatches") == 1:
         return placement
-    found = pipelined(graph, problem, placement, placer, effort, microbatches)
+    ones = [placement]
+    if effort != "fast" and isinstance(placer, Auto):
+        less = _attempt(problem, _with_effort(placer, "fast"), "fast")
+        ones += [] if less is None else [less]
+    found = pipelined(graph, problem, ones, placer, effort, microbatches)
     if found is None:
         _explain_copies(graph, problem, placement, microbatches)
     return found
