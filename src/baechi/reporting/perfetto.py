@@ -25,15 +25,6 @@ _COMPUTE = 1
 _TURN = 50
 _SEND = 100
 _RECEIVE = 200
-    "good",
-    "bad",
-    "yellow",
-    "olive",
-    "rail_response",
-    "rail_animation",
-    "rail_idle",
-    "black",
-)
 
 
 def write_trace(path: str | os.PathLike[str], plan: Plan) -> None:
