@@ -1,16 +1,17 @@
 """Orders of the turns of a placed graph of micro-batches, on the one clock.
 
-A turn is a segment with a batch (`problem/microbatches.py`). Candidates are earliest task first
-(m-ETF) on the turns, which under the memory of 1F1B finds 1F1B; the same with at most K batches in
-flight on a device, for the K that fit; and one batch after the other, which needs least memory. The
-clock decides with the copies of all ops (`Turns.ops`), so that what is predicted is what
-`simulate` says.
+A turn is a segment with a batch (`problem/microbatches.py`). Candidates are, on the turns as ops of
+a graph: earliest task first (m-ETF), which under the memory of 1F1B finds 1F1B; HEFT; m-ETF that
+prefers the deepest of the turns that could start at once, which finds zero-bubble schedules; each
+also with at most K batches in flight on a device, for the K that fit; a search from the shortest;
+and one batch after the other, which needs least memory. The copies of all ops decide (`Turns.ops`),
+so that what is predicted is what `simulate` says.
 
 Earliest task first commits by start times. That matters: the clock's ports take transfers in the
 order in which they are committed, so an order lane by lane would make the same schedule longer.
 
-Complexity: that of m-ETF on `microbatches * segments` turns for each K, and of a simulation of all
-copies for the best few.
+Complexity: that of m-ETF and HEFT on `microbatches * segments` turns for each K, and of a
+simulation of all copies for the best few.
 """
 
 from collections.abc import Iterator, Sequence
