@@ -31,7 +31,7 @@ from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.validation import check_count, check_positive
+from baechi.validation import check_positive
 
 # Orders to simulate with the copies of all ops.
 _SIMULATED: Final = {"fast": 1, "balanced": 3, "thorough": 8}
@@ -74,7 +74,6 @@ def ordered_turns(
     *,
     segments: Sequence[Sequence[int]] | None = None,
     joined: bool = False,
-    overhead_ns: int = 0,
     constraints: Constraints | None = None,
     effort: str = "balanced",
 ) -> Rhythm:
@@ -89,7 +88,6 @@ def ordered_turns(
         microbatches: Number of micro-batches.
         segments: The ops of every segment, in topological order; by default `segments_of`.
         joined: Whether a training graph has one loss for all batches in place of one for each.
-        overhead_ns: Time that each turn takes beside that of its ops. It is part of no prediction.
         constraints: As for `solve`; margins are kept free.
         effort: `"fast"`, `"balanced"` or `"thorough"`: how many orders are tried.
 
@@ -98,12 +96,11 @@ def ordered_turns(
             are no partition of its ops in topological order.
     """
     check_positive(microbatches, "microbatches")
-    check_count(overhead_ns, "overhead_ns")
     check_effort(effort)
     problem = Problem(graph, cluster, constraints)
     replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
-    turns = Turns(graph, problem, placement, rows, microbatches, joined, overhead_ns)
+    turns = Turns(graph, problem, placement, rows, microbatches, joined)
     order, timeline = shortest_order(turns, effort)
     peaks = timeline.peaks()
     return Rhythm(
