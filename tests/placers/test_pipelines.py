@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from pipelines import UNIT, chunks, cluster_of, layers
+from benchmarks.pipelines.graphs import UNIT, chunks, cluster_of, layers, towers
 from seeds import seeds
 from strategies import dense
 
@@ -66,15 +66,7 @@ def test_layers_interleave_in_the_memory_of_1f1b_and_a_few_layers_more():
 def test_two_towers_and_a_trunk_are_no_slower_than_the_best_row_of_stages():
     """A device each for the towers: the second does not wait for the first."""
 
-    ops = [Op(f"{tower}{at}", UNIT, group=f"{tower}{at}") for tower in "ab" for at in range(4)]
-    ops += [Op(f"t{at}", UNIT, group=f"t{at}") for at in range(4)]
-    back = [replace(op, name=f"{op.name}'", time_ns=2 * UNIT) for op in reversed(ops)]
-    n = len(ops)
-    after = {at: at + 1 for at in range(n - 1)} | {3: 8}
-    tensors = [Tensor(at, (to, 2 * n - 1 - at), 1) for at, to in after.items()]
-    tensors += [Tensor(2 * n - 1 - to, (2 * n - 1 - at,), 1) for at, to in after.items()]
-    tensors.append(Tensor(n - 1, (n,), 1))
-    graph = OpGraph((*ops, *back), tuple(tensors))
+    graph = towers(2, 4, 4)
     cluster = cluster_of([10**9] * 3)
     step_ns = simulate(graph, cluster, solve(graph, cluster, microbatches=4)).makespan_ns
     stages = simulate(graph, cluster, solve(graph, cluster, "contiguous", microbatches=4))

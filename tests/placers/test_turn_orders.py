@@ -1,10 +1,11 @@
 """Orders of turns: schedules that pipelines are known to have, found and proved."""
 
+import itertools
 import random
 import statistics
 
 import pytest
-from pipelines import UNIT, chunks, cluster_of
+from benchmarks.pipelines.graphs import UNIT, chunks, cluster_of
 from seeds import seeds
 
 from baechi import Constraints, InputError, Link, Op, OpGraph, Placement, Tensor
@@ -28,7 +29,7 @@ def test_equal_stages_take_turns_as_in_1f1b_and_no_order_is_shorter(stages, many
     # One forward, one backward, once the device is warm.
     first = [turn for turn in rhythm.turns if rhythm.segments[turn[0]][0] in (0, 2 * stages - 1)]
     steady = [segment for segment, _ in first][stages - 1 : -stages + 1]
-    assert all(a != b for a, b in zip(steady, steady[1:], strict=False))
+    assert all(a != b for a, b in itertools.pairwise(steady))
 
 
 def test_one_loss_for_all_batches_holds_all_of_them():

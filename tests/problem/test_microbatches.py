@@ -53,7 +53,7 @@ def test_a_gradient_is_there_once_and_what_is_added_to_it_only_while_it_is():
     late = [row for row in whole.tensors if row.producer % 5 == 3 and not row.consumers]
     assert [(row.producer, row.nbytes, row.kept) for row in late if row.nbytes] == [(3, 3, True)]
     assert [op.workspace_bytes for op in whole.ops[3::5]] == [1, 4, 4]
-    held = unroll(STEP, 2, until=(0, 1, 2, 4, 4))
+    held = unroll(STEP, 2, segments=((0,), (1,), (2,), (3, 4)))
     assert Tensor(8, (9,), 3) in held.tensors
     assert held.ops[8].workspace_bytes == 1
 
@@ -64,9 +64,8 @@ def test_state_is_updated_in_the_order_of_the_batches():
         for row in unroll(STEP, 3).tensors
         if row.consumers and row.producer // 5 != row.consumers[0] // 5
     }
-    # All but the loss: the groups of the others have parameters.
-    assert edges == {(op, op + 5) for op in (0, 1, 3, 4, 5, 6, 8, 9)}
-    assert all(row.nbytes == 0 for row in unroll(STEP, 3).tensors[-8:])
+    assert edges == {(op, op + 5) for op in range(10)}
+    assert all(row.nbytes == 0 for row in unroll(STEP, 3).tensors[-10:])
 
 
 def test_one_loss_for_all_batches_is_between_all_forwards_and_the_backwards_from_the_last_on():

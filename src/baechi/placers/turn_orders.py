@@ -24,7 +24,7 @@ from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.local_search import Budget, improved
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.microbatches import Turns, segments_of
+from baechi.problem.microbatches import Turns, launches, segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints
@@ -118,23 +118,20 @@ def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
     """The best order found, and the timeline of all copies in it."""
     memory = turns.problem.pool_memory
     rated = sorted(_schedules(turns, effort), key=lambda row: row[0])
+    copies, _ = turns.capped()
+    one_by_one = turns.order_of(copies, range(copies.arrays.ops))
     best: tuple[int, int, Order, _core.Timeline] | None = None
-    for number, order in enumerate((*(order for _, order in rated), turns.one_by_one)):
+    for number, order in enumerate((*(order for _, order in rated), one_by_one)):
         if number >= _SIMULATED[effort] and best is not None and best[0] == 0:
             break
-        timeline = simulated(turns, order)
+        copies, problem = turns.ops
+        timeline = problem.timeline()
+        timeline.fold(*launches(copies, turns.placement.devices, turns.segments, order))
         over = sum(max(0, p - m) for p, m in zip(timeline.peaks(), memory, strict=True))
         if best is None or (over, timeline.makespan()) < best[:2]:
             best = over, timeline.makespan(), order, timeline
     assert best is not None
     return best[2:]
-
-
-def simulated(turns: Turns, order: Order) -> _core.Timeline:
-    """A timeline with the copies of all ops in an order of their turns."""
-    timeline = turns.ops[1].timeline()
-    timeline.fold(*turns.launches(order))
-    return timeline
 
 
 def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:

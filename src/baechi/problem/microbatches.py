@@ -2,8 +2,8 @@
 
 A step of M micro-batches is M copies of the graph. Copies of an op share a device and their state:
 
-    batch 0    F ──► loss ──► B          a zero-byte edge from each copy of an op with state to the
-               ┊              ┊          next one keeps its updates in the order of the batches
+    batch 0    F ──► loss ──► B          an edge without bytes from each copy to the next keeps
+               ┊              ┊          updates of state in the order of the batches
     batch 1    F ──► loss ──► B
 
 - Persistent bytes are there once. Late bytes, the gradients of parameters, are allocated by the
@@ -20,7 +20,6 @@ Copies of an op in another order than that of the batches, or of turns, would ga
 k-th to run of every op is called batch k, no op waits longer, and no tensor lives longer.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -149,10 +148,8 @@ class Unrolled:
 
         `allowed` are the devices of every group; by default those that the problem allows it.
         """
-        asked = f"{one.source.digest} {self.microbatches} {self.joined} {self.links}"
-        rows = [row.tobytes() for row in (self.until, self.ranked) if row is not None]
-        digest = hashlib.sha256(b"".join([asked.encode(), *rows])).hexdigest()
-        source = ArrayGraph(self.arrays, digest, lambda: self.graph(one.graph))
+        name = f"{self.microbatches} of {one.source.digest}"
+        source = ArrayGraph(self.arrays, name, lambda: self.graph(one.graph))
         if allowed is None:
             allowed = one.allowed
         elif one.constraints is None:
@@ -176,21 +173,31 @@ class Unrolled:
 
 
 def unrolled(
-    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+    graph: OpGraph,
+    microbatches: int,
+    *,
+    joined: bool = False,
+    segments: Sequence[Sequence[int]] | None = None,
 ) -> Unrolled:
     """The copies of a graph as columns; the arguments are those of `unroll`."""
     loss = graph.n_forward if joined and graph.is_training else -1
     one = graph.explicit.arrays
+    rows = [(op,) for op in range(one.ops)] if segments is None else segments
+    until = np.empty(one.ops, np.int32)
+    for row in rows:
+        until[list(row)] = row[-1]
+    first = [row[0] for row in rows if row[0] != loss]
+    links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in first)
     late = np.arange(one.tensors) >= len(graph.tensors)
-    state = one.group_persistent > 0
-    state[one.op_group[one.producer[late]]] = True
-    links = _in_turn(np.flatnonzero(state[one.op_group]).tolist(), loss)
-    ends = None if until is None else np.array(until, np.int32)
-    return Unrolled(one, late, microbatches, loss, links, ends)
+    return Unrolled(one, late, microbatches, loss, links, until)
 
 
 def unroll(
-    graph: OpGraph, microbatches: int, *, joined: bool = False, until: Sequence[int] | None = None
+    graph: OpGraph,
+    microbatches: int,
+    *,
+    joined: bool = False,
+    segments: Sequence[Sequence[int]] | None = None,
 ) -> OpGraph:
     """The graph of a step of several micro-batches.
 
@@ -199,14 +206,14 @@ def unroll(
         microbatches: Their number.
         joined: Whether there is one loss for all of them, if the graph trains, in place of one for
             each.
-        until: For every op, the op with which its late bytes have been added to those of the other
-            batches; the op itself by default.
+        segments: The ops that run without interruption: at their end the late bytes of a later
+            batch have been added. By default every op is alone.
 
     Raises:
         InputError: The number is not positive, or an op is named like a copy of another.
     """
     check_positive(microbatches, "microbatches")
-    return unrolled(graph, microbatches, joined=joined, until=until).graph(graph.explicit)
+    return unrolled(graph, microbatches, joined=joined, segments=segments).graph(graph.explicit)
 
 
 def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], ...]:
@@ -287,10 +294,10 @@ class Turns:
     @cached_property
     def ops(self) -> tuple[Unrolled, Problem]:
         """The copies of all ops, on their devices."""
-        copies = _copies(self.graph, self.segments, self.microbatches, self.joined)
-        return copies, copies.problem(
-            self.problem, self._pinned(self.problem.arrays, self.placement.devices)
-        )
+        joined, segments = self.joined, self.segments
+        copies = unrolled(self.graph, self.microbatches, joined=joined, segments=segments)
+        pinned = self._pinned(self.problem.arrays, self.placement.devices)
+        return copies, copies.problem(self.problem, pinned)
 
     def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
         """True for the device of every group."""
@@ -299,8 +306,8 @@ class Turns:
         return allowed
 
     @cached_property
-    def _segment_graph(self) -> tuple[GraphArrays, NDArray[np.bool_]]:
-        """The segments of one micro-batch as ops, and which of their tensors are late bytes."""
+    def _one(self) -> tuple[GraphArrays, NDArray[np.bool_], Problem]:
+        """The segments of one micro-batch as ops; which of their tensors are late bytes."""
         first = [self.homes.index(device) for device in self.homes]
         coarse = Coarse(self.problem, self._part_of, np.array(first, np.int32))
         arrays, over = coarse.arrays, self.overhead_ns
@@ -308,7 +315,7 @@ class Turns:
             kinds = {kind: row + over * (row > 0) for kind, row in arrays.kind_times.items()}
             times = arrays.times + over * (arrays.times > 0)
             arrays = replace(arrays, times=times, kind_times=kinds)
-        return arrays, coarse.tensors >= len(self.graph.tensors)
+        return arrays, coarse.tensors >= len(self.graph.tensors), coarse.lumped()
 
     def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
         """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
@@ -318,7 +325,7 @@ class Turns:
         the longest path before it is first. So a backward turn comes before a forward one, and
         both before one that only makes gradients of parameters.
         """
-        arrays, late = self._segment_graph
+        arrays, late, one = self._one
         links: tuple[Link, ...] = ()
         if most:
             rows = list(enumerate(self.homes))
@@ -327,11 +334,11 @@ class Turns:
         copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
         if urgent:
             copies = replace(copies, ranked=self._by_depth(copies.position))
-        return copies, copies.problem(self.problem, self._pinned(arrays, self.homes))
+        return copies, copies.problem(one, self._pinned(arrays, self.homes))
 
     def _by_depth(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
         """The index order of urgent turns, given the usual one."""
-        arrays = self._segment_graph[0]
+        arrays = self._one[0]
         makers, readers = arrays.edges()
         order = np.argsort(makers, kind="stable")
         ends = (makers[order], readers[order], np.zeros(len(makers)))
@@ -341,12 +348,6 @@ class Turns:
         rank = np.empty(len(turns), np.int32)
         rank[np.lexsort((turns, -np.tile(depth, self.microbatches)[first]))] = turns
         return rank[position]
-
-    @property
-    def one_by_one(self) -> tuple[tuple[int, int], ...]:
-        """One batch after the other."""
-        copies = self.capped()[0]
-        return self.order_of(copies, range(copies.arrays.ops))
 
     def order_of(self, copies: Unrolled, ops: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """The turns that these ops are, with the batches of every segment in order.
@@ -363,36 +364,14 @@ class Turns:
             past[at] += 1
         return tuple(turns)
 
-    def launches(self, turns: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], ...]:
-        """Devices of the copies of all ops, and an order: that of these turns."""
-        return _launches(self.ops[0], self.placement.devices, self.segments, turns)
 
-
-def _copies(
-    graph: OpGraph, segments: Sequence[Sequence[int]], microbatches: int, joined: bool
-) -> Unrolled:
-    """The copies of the ops of segments whose turns are in order.
-
-    Late bytes have been added to those of the other batches when their segment ends.
-    """
-    until = np.empty(len(graph.ops), np.int32)
-    for row in segments:
-        until[list(row)] = row[-1]
-    copies = unrolled(graph, microbatches, joined=joined, until=until.tolist())
-    return replace(copies, links=_in_turn([row[0] for row in segments], copies.joined))
-
-
-def _in_turn(ops: Iterable[int], loss: int) -> tuple[Link, ...]:
-    """Links that keep the copies of each of these ops in order, but those of a joined loss."""
-    return tuple((op, op, -1 if 0 <= loss < op else 1) for op in ops if op != loss)
-
-
-def _launches(
+def launches(
     copies: Unrolled,
     devices: Sequence[int],
     segments: Sequence[Sequence[int]],
     turns: Iterable[Sequence[int]],
 ) -> tuple[NDArray[np.int32], ...]:
+    """Devices of the copies of all ops, and an order: that of these turns."""
     where = np.empty(copies.arrays.ops, np.int32)
     where[copies.position] = np.array(devices, np.int32)
     rows = [copies.position[batch, list(segments[at])] for at, batch in turns]
@@ -413,8 +392,8 @@ def copies_of(graph: OpGraph, placement: Placement) -> tuple[OpGraph, Placement]
             f"the placement has {len(placement.turns)} turns, but the placed graph has "
             f"{len(segments)} segments for each of {count} micro-batches; solve again."
         )
-    copies = _copies(graph, segments, count, joined=False)
+    copies = unrolled(graph, count, segments=segments)
     whole = copies.graph(graph.explicit)
-    rows = _launches(copies, placement.devices, segments, placement.turns)
+    rows = launches(copies, placement.devices, segments, placement.turns)
     devices, order = (tuple(row.tolist()) for row in rows)
     return whole, Placement(whole.digest, devices, order, placement.placer, placement.stats)
