@@ -140,6 +140,7 @@ class Executable:
             known = self.graph is not None and self.cluster is not None
             options |= {"batches": self.batches, "joined": not self.own_loss, "schedule": None}
             options |= {"writers": _writers(self.module), "order": self._turns if known else None}
+            options["copy_lanes"] = self._streams  # metered steps have the turns of the others
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
