@@ -1,6 +1,6 @@
 """Claim: micro-batches put a chain of layers on two devices in little more than half of the time.
 
-    OMP_NUM_THREADS=1 python3 -m benchmarks.pipelining            # --quick: few rounds
+    OMP_NUM_THREADS=1 python3 -m benchmarks.pipelined_steps            # --quick: few rounds
 
 A GPT of 6 layers, 256 wide, 16 sequences of 64 tokens in 8 micro-batches, on two logical CPU
 devices of one thread each; the loop over micro-batches in one thread is the reference. Ideal is
