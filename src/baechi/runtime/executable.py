@@ -140,7 +140,6 @@ class Executable:
             known = self.graph is not None and self.cluster is not None
             options |= {"batches": self.batches, "joined": not self.own_loss, "schedule": None}
             options |= {"writers": _writers(self.module), "order": self._turns if known else None}
-            options["copy_lanes"] = self._streams  # metered steps have the turns of the others
         program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
@@ -181,7 +180,9 @@ class Executable:
             return self._executor
         program = self.program
         if not self._streams:
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
+            # Segments of micro-batches are those of other steps, and so is the order of turns.
+            cut = self.batches > 1 or self.own_loss
+            program = self._compiled(copy_lanes=not cut, one_thread=True, schedule=self.schedule)
         bound = bind(self.module, self._structure, program, self.places)
         return CudaExecutor(program, bound, self.places)
 
