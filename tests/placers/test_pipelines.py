@@ -92,6 +92,17 @@ def test_every_answer_is_valid_and_no_slower_than_one_batch_after_the_other(seed
     assert solve(graph, cluster, effort="fast", microbatches=microbatches) == placement
 
 
+@pytest.mark.parametrize("seed", seeds(10))
+def test_more_effort_is_never_slower(seed):
+    graph, cluster = dense(seed)
+    steps = [
+        solve(graph, cluster, effort=effort, microbatches=3).stats["makespan_ns"]
+        for effort in ("fast", "balanced")
+    ]
+    # Of steps that are nearly alike the one with fewer turns is taken.
+    assert steps[1] <= steps[0] * 1.01
+
+
 def test_equal_input_gives_equal_bytes_and_a_file_has_the_turns():
     graph, cluster = layers(6), cluster_of([30 * MIB] * 3, LINK)
     placement = solve(graph, cluster, microbatches=4)

@@ -116,6 +116,20 @@ def test_segments_are_those_of_the_forward_the_loss_and_the_backward():
     assert segments_of(STEP, alone) == ((0, 1), (2,), (3, 4))
 
 
+def test_the_last_op_of_a_segment_may_have_a_lower_index():
+    graph = OpGraph(
+        (Op("a", 2), Op("b", 2, 9, late_bytes=5), Op("c", 2, 7, late_bytes=3), Op("d", 2))
+    )
+    cluster = Cluster.uniform(1, 100, Link(0, 10**9))
+    placement = Placement(graph.digest, (0,) * 4, (0, 3, 2, 1))
+    rhythm = ordered_turns(graph, cluster, placement, 2)
+    assert rhythm.segments == ((0, 3, 2, 1),)
+    turns = replace(placement, microbatches=2, turns=rhythm.turns)
+    assert simulate(graph, cluster, turns).peak_bytes == rhythm.peak_bytes == (16 + 5,)
+    held = unroll(graph, 2, segments=rhythm.segments)
+    assert [op.workspace_bytes for op in held.ops] == [0, 0, 0, 0, 0, 5, 3, 0]
+
+
 @st.composite
 def late_graphs(draw):
     """Graphs in which gradients are allocated late, with and without phases."""

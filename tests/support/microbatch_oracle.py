@@ -9,7 +9,7 @@ def copies(graph, segments, microbatches, *, joined=False):
     """The graph of all micro-batches, and the index in it of every (op, batch).
 
     Late bytes are a kept tensor of the first batch that goes backward; the others' live to the end
-    of their segment.
+    of their segment, or of its last op that may read a tensor of theirs: of no lower index.
     """
     n, batches = len(graph.ops), range(microbatches)
     loss = graph.n_forward if joined and graph.is_training else None
@@ -22,7 +22,7 @@ def copies(graph, segments, microbatches, *, joined=False):
     index = {key: at for at, key in enumerate(keys)}
     index.update({(loss, batch): index[loss, 0] for batch in batches if loss is not None})
     first = 0 if loss is None else microbatches - 1
-    last = {op: row[-1] for row in segments for op in row}
+    last = {op: [other for other in row if other >= op][-1] for row in segments for op in row}
     held = {op: row.group or row.name for op, row in enumerate(graph.ops)}
     late = dict.fromkeys(held.values(), 0)
     for op, row in enumerate(graph.ops):

@@ -4,24 +4,24 @@ A placement is best for micro-batches where the busiest device has little to do,
 where the path is short, so candidates come from both ends:
 
 - what the placer finds for one micro-batch;
-- `stages`: contiguous splits with the smallest bottleneck, by dynamic programming from the last
+- `_stages`: contiguous splits with the smallest bottleneck, by dynamic programming from the last
   stage to the first. A stage with s - 1 stages behind it holds what min(s, M) micro-batches keep
-  for their backward;
-- `auto` on the copies of the coarse graph (`problem/microbatches.py`), where they are few enough:
-  it finds interleavings, in which a device has several stages.
+  for their backward. A row of devices may be taken several times in turn;
+- `_interleaved`: list schedules and `auto` on the copies of a graph of blocks, few enough for them.
+  They find interleavings, in which a device has several stages.
 
 Each gets its best order of turns (`turn_orders`), and the shortest step of all copies wins. Among
 steps within a hundredth of it the one with the fewest turns does: what a turn costs besides its
 operators is not on the clock.
 
 Source of the program: Tarnawski et al., "Piper" (NeurIPS 2021), section 3, where memory grows by
-the stages behind; here without replicas. Complexity: O(blocks**2 * devices) per number of stages.
+the stages behind; here without replicas. Complexity: O(blocks**2 * stages) per row of devices.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, product
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.placers.auto import Auto
 from baechi.placers.contiguous import blocks_of
-from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.device_choice import device_kinds
 from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.placer import Placer, live_loads
 from baechi.placers.turn_orders import Order, shortest_order
@@ -50,126 +50,126 @@ _COPIES: Final = {
     "balanced": (500, 1_000, 2_000),
     "thorough": (500, 1_000, 2_000, 4_000, 8_000),
 }
-# How often a row of devices gets stages in turn, and splits with the best estimates of each.
+# How often a row of devices gets stages in turn; the most devices for that, how many numbers of
+# them are tried, and how many splits with the best estimates are ordered.
 _LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
+_MOST_STAGES: Final = 64
+_STAGES: Final = 8
 _SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
 # Candidates that get the best order that the effort finds; the others get that of a fast solve.
-_ORDERED: Final = {"balanced": 2, "thorough": 12}
+_ORDERED: Final = {"fast": 0, "balanced": 2, "thorough": 12}
 # A step so much longer, as a part, is as good if it has fewer turns.
 _ALIKE: Final = 100
 
-# A name, and the devices and the order of the ops of one micro-batch.
-Candidate: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
+@final
+@dataclass(frozen=True)
+class Pipelines:
+    """Placements of a graph for several micro-batches.
 
-def pipelined(
-    graph: OpGraph,
-    problem: Problem,
-    one: Placement,
-    placer: Placer,
-    effort: str,
-    microbatches: int,
-) -> Placement | None:
-    """The best placement found for several micro-batches, with its turns; `None` if none fits.
-
-    Args:
+    Attributes:
         graph: The graph of one micro-batch.
         problem: The same with its cluster and constraints.
-        one: The placer's placement of it.
-        placer: `Auto` tries all candidates, any other placer only `one`.
-        effort: How many candidates, and how many orders of each.
         microbatches: Their number, at least 2.
+        effort: How many candidates, and how many orders of each.
     """
-    if problem.max_devices is not None:
-        problem = problem.within(next(device_choices(problem)))
-    steps: dict[str, int | float | str] = {}
-    rated: list[tuple[int, Turns, str, Order]] = []
-    for label, devices, order in _candidates(graph, problem, one, placer, effort, microbatches):
-        if problem.timeline().fold(np.array(devices, np.int32), np.array(order, np.int32)) >= 0:
-            continue  # there is no path
-        placed = Placement(graph.digest, devices, order)
-        turns = Turns(graph, problem, placed, segments_of(graph, placed), microbatches)
-        _rate(turns, "fast", label, steps, rated)
-    rated.sort(key=lambda row: row[0])
-    if effort != "fast":
-        for _, turns, label, _ in rated[: _ORDERED[effort]]:
-            _rate(turns, effort, label, steps, rated)
-    if not rated:
-        return None
-    least_ns = min(step_ns for step_ns, *_ in rated)
-    alike = [row for row in rated if row[0] * _ALIKE <= least_ns * (_ALIKE + 1)]
-    step_ns, turns, label, launches = min(alike, key=lambda row: (len(row[3]), row[0]))
-    return replace(
-        turns.placement,
-        placer=placer.name,
-        stats=FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label}),
-        microbatches=microbatches,
-        turns=launches,
-    )
 
+    graph: OpGraph
+    problem: Problem
+    microbatches: int
+    effort: str
 
-def _rate(
-    turns: Turns,
-    effort: str,
-    label: str,
-    steps: dict[str, int | float | str],
-    rated: list[tuple[int, Turns, str, Order]],
-) -> None:
-    """Add the best order of the turns to those rated, if it fits, and its step to the table."""
-    order, timeline = shortest_order(turns, effort)
-    if fits_memory(turns.problem, timeline):
-        step_ns = timeline.makespan()
-        steps[label] = step_ns
-        rated.append((step_ns, turns, label, order))
-    else:
-        steps.setdefault(label, "does not fit")
+    def best(self, ones: Sequence[Placement], placer: Placer) -> Placement | None:
+        """The best placement found, with its turns; `None` if none fits.
 
+        `ones` are the placer's for one micro-batch; only `Auto` tries others.
+        """
+        steps: dict[str, int | float | str] = {}
+        rated: list[tuple[int, str, Turns, Order]] = []
 
-def _candidates(
-    graph: OpGraph, problem: Problem, one: Placement, placer: Placer, effort: str, microbatches: int
-) -> Iterator[Candidate]:
-    """Devices and orders of the ops of one micro-batch, each set of devices once."""
-    yield f"{placer.name}/one", one.devices, one.order
-    if not isinstance(placer, Auto):
-        return
-    seen, order = {one.devices}, tuple(range(problem.arrays.ops))
-    rows = (
-        _stages(graph, problem, effort, microbatches),
-        _interleaved(graph, problem, effort, microbatches),
-    )
-    for name, devices in chain(*rows):
-        where = tuple(devices.tolist())
-        if where not in seen:
-            seen.add(where)
-            yield name, where, order
+        def rate(label: str, turns: Turns, effort: str) -> None:
+            order, timeline = shortest_order(turns, effort)
+            if fits_memory(self.problem, timeline):
+                steps[label] = timeline.makespan()
+                rated.append((timeline.makespan(), label, turns, order))
+            else:
+                steps.setdefault(label, "does not fit")
 
+        for label, placement in self._candidates(ones, isinstance(placer, Auto)):
+            segments = segments_of(self.graph, placement)
+            turns = Turns(self.graph, self.problem, placement, segments, self.microbatches)
+            rate(label, turns, "fast")
+        rated.sort(key=lambda row: row[0])
+        for _, label, turns, _ in rated[: _ORDERED[self.effort]]:
+            rate(label, turns, self.effort)
+        if not rated:
+            return None
+        most_ns = min(step_ns for step_ns, *_ in rated) * (_ALIKE + 1) // _ALIKE
+        alike = [row for row in rated if row[0] <= most_ns]
+        step_ns, label, turns, order = min(alike, key=lambda row: (len(row[3]), row[0]))
+        stats = FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label})
+        count, name = self.microbatches, placer.name
+        return replace(turns.placement, placer=name, stats=stats, microbatches=count, turns=order)
 
-def _stages(
-    graph: OpGraph, problem: Problem, effort: str, microbatches: int
-) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Contiguous splits of the groups, in index order, of least bottleneck: the best estimates."""
-    blocks = _Blocks(graph, problem, microbatches)
-    kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
-    devices = range(len(kinds))
-    rows = (
-        list(devices),
-        sorted(devices, key=lambda d: (-memory[d], work[d], d)),
-        sorted(devices, key=lambda d: (work[d], -memory[d], d)),
-    )
-    for laps in _LAPS[effort]:
-        found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
-        # Where what is in flight has no room, fewer will be, which the order of turns sees to.
-        for in_flight in dict.fromkeys((microbatches, 2, 1)):
-            for row, used in product(rows, range(2, problem.most_devices + 1)):
-                key = tuple(kinds[device] for device in row[:used])
-                split = None if key in found else blocks.split(row[:used], laps, in_flight)
-                if split is not None:
-                    found[key] = split
-            if found:
-                break
-        best = sorted(found.items(), key=lambda entry: entry[1][0])[: _SPLITS[effort]]
-        for at, (key, (_, where)) in enumerate(best):
-            yield f"stages/{len(key)}x{laps}{f'.{at}' if at else ''}", where
+    def _candidates(
+        self, ones: Sequence[Placement], others: bool
+    ) -> Iterator[tuple[str, Placement]]:
+        """Placements for one micro-batch, one for each set of devices, if all paths are there."""
+        order = tuple(range(self.problem.arrays.ops))
+        rows = [
+            (f"one/{row.stats.get('chosen', row.placer)}", row.devices, row.order) for row in ones
+        ]
+        found = chain(self._stages(), self._interleaved()) if others else ()
+        more = ((name, tuple(where.tolist()), order) for name, where in found)
+        seen = set()
+        for name, devices, launches in chain(rows, more):
+            where, timeline = np.array(devices, np.int32), self.problem.timeline()
+            if devices not in seen and timeline.fold(where, np.array(launches, np.int32)) < 0:
+                yield name, Placement(self.graph.digest, devices, launches)
+            seen.add(devices)
+
+    def _stages(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """Contiguous splits of the groups, in index order, of least bottleneck."""
+        problem = self.problem
+        blocks = _Blocks(self.graph, problem, self.microbatches)
+        kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
+        devices = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+        rows = (
+            devices,
+            sorted(devices, key=lambda d: (-memory[d], work[d], d)),
+            sorted(devices, key=lambda d: (work[d], -memory[d], d)),
+        )
+        most = min(len(devices), _MOST_STAGES)
+        numbers = sorted({round(some) for some in np.linspace(2, most, _STAGES)})
+        for laps in _LAPS[self.effort] if most > 1 else ():
+            found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
+            # Where what is in flight has no room, fewer will be, which the order of turns sees to.
+            for in_flight in dict.fromkeys((self.microbatches, 2, 1)):
+                for row, used in product(rows, numbers):
+                    key = tuple(kinds[device] for device in row[:used])
+                    split = None if key in found else blocks.split(row[:used], laps, in_flight)
+                    if split is not None:
+                        found[key] = split
+                if found:
+                    break
+            best = sorted(found.items(), key=lambda entry: entry[1][0])[: _SPLITS[self.effort]]
+            for at, (key, (_, where)) in enumerate(best):
+                yield f"stages/{len(key)}x{laps}{f'.{at}' if at else ''}", where
+
+    def _interleaved(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """What list schedulers and `auto` find for copies of graphs of blocks."""
+        copies = min(self.microbatches, _MOST_COPIES)
+        fast: tuple[Placer, ...] = (HEFT(),)
+        for size in _COPIES[self.effort]:
+            coarse = _coarse(self.graph, self.problem, size // (2 * copies))
+            late = coarse.tensors >= len(self.graph.tensors)
+            unrolled = Unrolled(coarse.arrays, late, copies)
+            whole = unrolled.problem(coarse.lumped())
+            for placer in fast if self.effort == "fast" else (*fast, PEFT(), Auto(effort="fast")):
+                placement = placer.place(whole)
+                if placement is not None:
+                    where = np.array(placement.devices, np.int32)[unrolled.position[0]]
+                    yield f"{placer.name}/{size} copies", where[coarse.part_of]
 
 
 @final
@@ -235,25 +235,6 @@ class _Blocks:
             stage_of[at : end[at]] = device
             at = int(end[at])
         return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
-
-
-def _interleaved(
-    graph: OpGraph, problem: Problem, effort: str, microbatches: int
-) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """What list schedulers and `auto` find for copies of graphs of blocks."""
-    copies = min(microbatches, _MOST_COPIES)
-    lists: tuple[Placer, ...] = (HEFT(),)
-    for size in _COPIES[effort]:
-        coarse = _coarse(graph, problem, size // (2 * copies))
-        late = coarse.tensors >= len(graph.tensors)
-        unrolled = Unrolled(coarse.arrays, late, copies)
-        whole = unrolled.problem(coarse.lumped())
-        placers = lists if effort == "fast" else (*lists, PEFT(), Auto(effort="fast"))
-        for placer in placers:
-            placement = placer.place(whole)
-            if placement is not None:
-                where = np.array(placement.devices, np.int32)[unrolled.position[0]]
-                yield f"{placer.name}/{size} copies", where[coarse.part_of]
 
 
 def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:

@@ -19,7 +19,7 @@ from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
-from baechi.placers.pipelines import pipelined
+from baechi.placers.pipelines import Pipelines
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
 from baechi.placers.turn_orders import ordered_turns
@@ -94,7 +94,14 @@ def solve(
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
     if check_positive(microbatches, "microbatches") == 1:
         return placement
-    found = pipelined(graph, problem, placement, placer, effort, microbatches)
+    ones = [placement]
+    if effort != "fast" and isinstance(placer, Auto):
+        less = _attempt(problem, _with_effort(placer, "fast"), "fast")
+        ones += [] if less is None else [less]
+    allowed = (
+        problem if problem.max_devices is None else problem.within(next(device_choices(problem)))
+    )
+    found = Pipelines(graph, allowed, microbatches, effort).best(ones, placer)
     if found is None:
         _explain_copies(graph, problem, placement, microbatches)
     return found
@@ -104,22 +111,18 @@ def _explain_copies(
     graph: OpGraph, problem: Problem, placement: Placement, microbatches: int
 ) -> NoReturn:
     """Raise the error that names the memory that one micro-batch leaves too little of."""
-    cluster, limits = problem.cluster, problem.constraints
-    rhythm = ordered_turns(graph, cluster, placement, microbatches, constraints=limits)
-    rows = zip(rhythm.peak_bytes, problem.device_memory, range(len(cluster.devices)), strict=True)
-    missing, device = max((peak - memory, -device) for peak, memory, device in rows)
-    name = cluster.devices[-device].name
-    raise _infeasible(
-        problem,
-        f"one micro-batch fits, but not {microbatches}: {name} would need {format_bytes(missing)} "
-        "more for what all of them leave, or for gradients before they are added. Give it more, "
-        "or make fewer or smaller micro-batches.",
-        placement.devices.index(-device),
-        missing,
-        problem.device_memory,
-        missing,
-        name,
+    cluster, limits, memory = problem.cluster, problem.constraints, problem.device_memory
+    peaks = ordered_turns(graph, cluster, placement, microbatches, constraints=limits).peak_bytes
+    missing = [peak - most for peak, most in zip(peaks, memory, strict=True)]
+    device = missing.index(max(missing))
+    name = cluster.devices[device].name
+    text = (
+        f"one micro-batch fits, but not {microbatches}: {name} would need "
+        f"{format_bytes(missing[device])} more for what all of them leave, or for gradients before "
+        "they are added. Give it more, or make fewer or smaller micro-batches."
     )
+    op = placement.devices.index(device)
+    raise _infeasible(problem, text, op, peaks[device], memory, missing[device], name)
 
 
 def _warn_of_kinds(graph: OpGraph, cluster: Cluster) -> None:

@@ -185,7 +185,7 @@ def unrolled(
     rows = [(op,) for op in range(one.ops)] if segments is None else segments
     until = np.empty(one.ops, np.int32)
     for row in rows:
-        until[list(row)] = row[-1]
+        until[list(row)] = [next(last for last in reversed(row) if last >= op) for op in row]
     first = [row[0] for row in rows if row[0] != loss]
     links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in first)
     late = np.arange(one.tensors) >= len(graph.tensors)
@@ -206,8 +206,9 @@ def unroll(
         microbatches: Their number.
         joined: Whether there is one loss for all of them, if the graph trains, in place of one for
             each.
-        segments: The ops that run without interruption: at their end the late bytes of a later
-            batch have been added. By default every op is alone.
+        segments: The ops that run without interruption, in order: when they end, the late bytes of
+            a later batch have been added (when the last that has no lower index than their op
+            ends). By default every op is alone.
 
     Raises:
         InputError: The number is not positive, or an op is named like a copy of another.
@@ -258,15 +259,13 @@ class Turns:
     overhead_ns: int = 0
 
     def __post_init__(self) -> None:
-        listed = sorted(chain.from_iterable(self.segments))
-        if listed != list(range(len(self.graph.ops))) or not all(self.segments):
+        home = self.placement.devices
+        if sorted(chain(*self.segments)) != list(range(len(home))) or not all(self.segments):
             raise InputError("segments must have every op of the graph once, and none be empty.")
-        parted = [
-            row for row in self.segments if len({self.placement.devices[op] for op in row}) > 1
-        ]
-        if parted:
-            names = [self.graph.ops[op].name for op in parted[0]]
-            raise InputError(f"a segment is on one device, but {names} are on several.")
+        for row in self.segments:
+            if len({home[op] for op in row}) > 1:
+                names = [self.graph.ops[op].name for op in row]
+                raise InputError(f"a segment is on one device, but {names} are on several.")
         makers, readers = self.problem.arrays.edges()
         if (self._part_of[makers] > self._part_of[readers]).any():
             raise InputError("segments must be in topological order: one reads what a later makes.")

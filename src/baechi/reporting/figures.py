@@ -188,7 +188,8 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
     outline = 0.6 if len(schedule.spans) <= 400 else 0  # an outline would hide thin bars
     for device, target in enumerate(plan.cluster.devices):
         spans = [span for span in schedule.spans if span.device == device]
-        backward = [plan.graph.ops[span.op].in_backward for span in spans]
+        one = plan.one.graph.ops
+        backward = [one[span.op % len(one)].in_backward for span in spans]
         marker: dict[str, Any] = {
             "color": color(device),
             "opacity": [0.6 if back else 1.0 for back in backward] or 1.0,

@@ -2,7 +2,7 @@
 
 A process per device, with a thread each for computing, sending and receiving (more where transfers
 overlap, because slices of one thread must nest), and a memory counter; a process per host with its
-launches. Where there are several micro-batches, a thread has their turns, in a color for each.
+launches. Where there are several micro-batches, a thread has their turns.
 A flow arrow goes from the producer over both ends of the transfer to the first consumer
 there.
 Times are in microseconds, as in the format.
@@ -25,17 +25,6 @@ _COMPUTE = 1
 _TURN = 50
 _SEND = 100
 _RECEIVE = 200
-# Names of colors in chrome://tracing; Perfetto takes one for each name of a slice.
-_COLORS = (
-    "good",
-    "bad",
-    "yellow",
-    "olive",
-    "rail_response",
-    "rail_animation",
-    "rail_idle",
-    "black",
-)
 
 
 def write_trace(path: str | os.PathLike[str], plan: Plan) -> None:
@@ -93,8 +82,7 @@ def _turns(plan: Plan) -> Iterator[Event]:
         ends, back = (first.start_ns, last.end_ns), one.graph.ops[ops[0]].in_backward
         name = f"{'backward' if back else 'forward'} of batch {batch}"
         details = {"segment": segment, "batch": batch, "ops": len(ops)}
-        event = _slice(name, "turn", first.device, _TURN, ends)
-        yield {**event, "cname": _COLORS[batch % len(_COLORS)], "args": details}
+        yield {**_slice(name, "turn", first.device, _TURN, ends), "args": details}
 
 
 def _ops(plan: Plan) -> Iterator[Event]:
