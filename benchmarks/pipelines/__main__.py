@@ -98,6 +98,7 @@ def known() -> None:
         p = len(memory)
         step = check(f"{name}, {p} devices, M={m}", rhythm.step_ns / UNIT, units)
         bound = f"{rhythm.lower_bound_ns / UNIT:.4g}"
+        check(f"{name}, {p} devices, M={m}, over bound", rhythm.step_ns / rhythm.lower_bound_ns, 1)
         if any(peak > limit for peak, limit in zip(rhythm.peak_bytes, memory, strict=True)):
             MISSED.append(f"{name}, {p} devices, M={m} does not fit")
         row(p, m, name, step, bound, f"<= {max(memory)}", f"{took_s * 1e3:.0f} ms")

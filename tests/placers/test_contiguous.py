@@ -190,7 +190,7 @@ def test_all_orders_are_topological(graph, cluster):
 def test_many_groups_are_cut_at_the_cheapest_places():
     problem = Problem(chain([5, 1, 7, 4, 2, 9, 3, 8]), Cluster.uniform(2, 100, LINK))
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
-    blocks, block = contiguous._blocks(problem, tuple(range(9)), costs, 3)
+    blocks, block = contiguous.blocks_of(problem, tuple(range(9)), costs, 3)
     # Stretches of three cuts: behind the fifth op flow 2, behind the eighth 8 and the seventh 3.
     assert (blocks, block.tolist()) == (3, [0, 0, 0, 0, 0, 1, 1, 2, 2])
     assert Contiguous(work=3 * 3 * 2).place(problem) is not None

@@ -119,17 +119,10 @@ def test_margins_are_kept_free():
     assert rhythm.peak_bytes[0] == 1
 
 
-def test_overhead_of_turns_is_on_no_clock():
-    times = [UNIT] * 3, [2 * UNIT] * 3
-    plain, dear = (order(range(3), times, [9] * 3, 4, overhead_ns=ns) for ns in (0, 5 * UNIT))
-    assert plain.step_ns == dear.step_ns == 3 * UNIT * 6
-
-
 @pytest.mark.parametrize(
     ("rest", "text"),
     [
         ({"microbatches": 0}, "microbatches"),
-        ({"overhead_ns": -1}, "overhead_ns"),
         ({"effort": "much"}, "effort"),
         ({"cluster": cluster_of([9])}, "device"),
     ],

@@ -1,16 +1,17 @@
 """Orders of the turns of a placed graph of micro-batches, on the one clock.
 
-A turn is a segment with a batch (`problem/microbatches.py`). Candidates are earliest task first
-(m-ETF) on the turns, which under the memory of 1F1B finds 1F1B; the same with at most K batches in
-flight on a device, for the K that fit; and one batch after the other, which needs least memory. The
-clock decides with the copies of all ops (`Turns.ops`), so that what is predicted is what
-`simulate` says.
+A turn is a segment with a batch (`problem/microbatches.py`). Candidates are, on the turns as ops of
+a graph: earliest task first (m-ETF), which under the memory of 1F1B finds 1F1B; HEFT; m-ETF that
+prefers the deepest of the turns that could start at once, which finds zero-bubble schedules; each
+also with at most K batches in flight on a device, for the K that fit; a search from the shortest;
+and one batch after the other, which needs least memory. The copies of all ops decide (`Turns.ops`),
+so that what is predicted is what `simulate` says.
 
 Earliest task first commits by start times. That matters: the clock's ports take transfers in the
 order in which they are committed, so an order lane by lane would make the same schedule longer.
 
-Complexity: that of m-ETF on `microbatches * segments` turns for each K, and of a simulation of all
-copies for the best few.
+Complexity: that of m-ETF and HEFT on `microbatches * segments` turns for each K, and of a
+simulation of all copies for the best few.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.validation import check_count, check_positive
+from baechi.validation import check_positive
 
 # Orders to simulate with the copies of all ops.
 _SIMULATED: Final = {"fast": 1, "balanced": 3, "thorough": 8}
@@ -73,7 +74,6 @@ def ordered_turns(
     *,
     segments: Sequence[Sequence[int]] | None = None,
     joined: bool = False,
-    overhead_ns: int = 0,
     constraints: Constraints | None = None,
     effort: str = "balanced",
 ) -> Rhythm:
@@ -88,7 +88,6 @@ def ordered_turns(
         microbatches: Number of micro-batches.
         segments: The ops of every segment, in topological order; by default `segments_of`.
         joined: Whether a training graph has one loss for all batches in place of one for each.
-        overhead_ns: Time that each turn takes beside that of its ops. It is part of no prediction.
         constraints: As for `solve`; margins are kept free.
         effort: `"fast"`, `"balanced"` or `"thorough"`: how many orders are tried.
 
@@ -97,12 +96,11 @@ def ordered_turns(
             are no partition of its ops in topological order.
     """
     check_positive(microbatches, "microbatches")
-    check_count(overhead_ns, "overhead_ns")
     check_effort(effort)
     problem = Problem(graph, cluster, constraints)
     replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
-    turns = Turns(graph, problem, placement, rows, microbatches, joined, overhead_ns)
+    turns = Turns(graph, problem, placement, rows, microbatches, joined)
     order, timeline = shortest_order(turns, effort)
     peaks = timeline.peaks()
     return Rhythm(

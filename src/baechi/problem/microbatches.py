@@ -247,7 +247,6 @@ class Turns:
         segments: The ops of every segment, in their order.
         microbatches: Their number.
         joined: Whether there is one loss for all batches.
-        overhead_ns: Added to the turns of segments that take time.
     """
 
     graph: OpGraph
@@ -256,7 +255,6 @@ class Turns:
     segments: tuple[tuple[int, ...], ...]
     microbatches: int
     joined: bool = False
-    overhead_ns: int = 0
 
     def __post_init__(self) -> None:
         home = self.placement.devices
@@ -309,12 +307,7 @@ class Turns:
         """The segments of one micro-batch as ops; which of their tensors are late bytes."""
         first = [self.homes.index(device) for device in self.homes]
         coarse = Coarse(self.problem, self._part_of, np.array(first, np.int32))
-        arrays, over = coarse.arrays, self.overhead_ns
-        if over:
-            kinds = {kind: row + over * (row > 0) for kind, row in arrays.kind_times.items()}
-            times = arrays.times + over * (arrays.times > 0)
-            arrays = replace(arrays, times=times, kind_times=kinds)
-        return arrays, coarse.tensors >= len(self.graph.tensors), coarse.lumped()
+        return coarse.arrays, coarse.tensors >= len(self.graph.tensors), coarse.lumped()
 
     def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
         """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
