@@ -82,3 +82,8 @@ class ReservationError(BaechiError):
 def reason_of(error: Exception) -> str:
     """The reason of a file error, without the error's number and the file's name."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:
+    """The same failure with another text."""
+    return type(failure)(text, *failure.args[1:])

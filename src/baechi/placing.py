@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
 import torch
@@ -19,7 +19,7 @@ from baechi.checkpointing import (
 )
 from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
-from baechi.errors import InfeasibleError, InputError
+from baechi.errors import InfeasibleError, InputError, with_text
 from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
@@ -34,7 +34,7 @@ from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
 from baechi.runtime.batched_calls import BatchSpec, ModelWithLoss, check_microbatches
-from baechi.runtime.call_traces import CallTraces
+from baechi.runtime.call_traces import CallTraces, largest_that_fits
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
@@ -49,7 +49,7 @@ from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_devic
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import batch_dimensions
-from baechi.tracing.calling_convention import Call, canonical_call, own_objects
+from baechi.tracing.calling_convention import Call, beside, canonical_call, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
@@ -168,12 +168,8 @@ def place(
         loader.check(model)
     elif convert_weights:
         raise InputError("convert_weights=True is for weights=..., which was not given.")
-    cutting = check_microbatches(
-        *(microbatches, batch),
-        verify=verify,
-        compile=compile,
-        cuda_graphs=cuda_graphs,
-    )
+    others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
+    cutting = check_microbatches(microbatches, batch, others)
     target = memory_target(checkpoint)
     cluster = with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -182,8 +178,8 @@ def place(
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
         cluster = tape_links(cluster)
-    dynamic, say = check_dynamic(dynamic), _say if progress else lambda _: None
-    dynamic = dynamic if cutting.n == 1 else False
+    dynamic = check_dynamic(dynamic) and cutting.n == 1 and dynamic
+    say = _say if progress else lambda _: None
     planner = _Planner(
         cluster=cluster,
         places=places,
@@ -282,7 +278,7 @@ class _Planner:
         with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
             if self.weights is None:
                 refuse_meta(model)
-            call = own_objects(model, _beside(model, call))
+            call = own_objects(model, beside(model, call))
             devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
             # Weights that were read to several devices may fit on no single one.
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
@@ -291,11 +287,9 @@ class _Planner:
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
                 return taken
-            loss, batches, dims = isinstance(model, ModelWithLoss), 1, None
-            if loss or model is self.model:
-                batches = self.microbatches
-            if batches > 1:
-                dims = batch_dimensions(traced, model, call, loss=loss, say=self.say)
+            loss = isinstance(model, ModelWithLoss)
+            batches = self.microbatches if loss or model is self.model else 1
+            dims = batch_dimensions(traced, call, loss=loss, say=self.say) if batches > 1 else None
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
@@ -305,7 +299,7 @@ class _Planner:
                     traced if shapes is None else sized(traced, shapes[0]), homes, batches
                 )
             except InfeasibleError as error:
-                raise _with_text(error, f"{error}{_largest(call, kin)}") from None
+                raise with_text(error, f"{error}{largest_that_fits(call, kin)}") from None
             if self.weights is not None and self.weights.pending:
                 self.say("reading weights")
                 self.weights.load(model, self._devices(traced, graph, placement))
@@ -434,7 +428,7 @@ class _Planner:
                 return graph, placement, again
             except (InfeasibleError, InputError) as error:
                 if isinstance(error, InfeasibleError) and self.training and not self.checkpoint:
-                    error = _with_text(
+                    error = with_text(
                         error,
                         f"{error} Or give checkpoint=True: parts run forward again instead of "
                         "being kept.",
@@ -442,7 +436,7 @@ class _Planner:
                 if not stay:
                     raise error from None
                 failure = error
-        raise _with_text(
+        raise with_text(
             failure,
             f"{failure} In this call the parameters of the placed {traced.name} have to stay where "
             "its first call put them, since the optimizer's state is there. Let the largest call "
@@ -501,32 +495,3 @@ def _say(text: str) -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"baechi: {text}", style="dim")
-
-
-def _largest(call: Call, kin: Sequence[Executable]) -> str:
-    """The largest size that fits an earlier plan of the call's family, in a sentence."""
-    for special in kin:
-        values, admission = special.joined(call), special.admission
-        found = None if values is None or admission is None else admission.largest(values)
-        if found is not None and values is not None and special.family is not None:
-            symbol, fits = found
-            fits, size = (special.family.size_of(symbol, n) for n in (fits, values[symbol]))
-            return f" {special.family.named(symbol)}: {fits} fits, {size} does not."
-    return ""
-
-
-def _with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:
-    """The same failure with another text."""
-    return type(failure)(text, *failure.args[1:])
-
-
-def _beside(model: nn.Module, call: Call) -> Call:
-    """The call with its tensors on the model's device, since tracing needs a single device."""
-    home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
-    if home is None or home.type == "meta" or all(t.device == home for t in call.tensors):
-        return call
-    rows = (
-        t if t.is_meta else t.detach().to(home).requires_grad_(t.requires_grad)
-        for t in call.tensors
-    )
-    return replace(call, tensors=tuple(rows))

@@ -38,7 +38,7 @@ def dimensions(
     call = replace(call, dims=(dim,) * len(call.tensors))
     args, kwargs = call.structure.fill(call.tensors)
     traced = baechi.trace(module, args, kwargs)
-    return batch_dimensions(traced, module, call, loss=loss is not None, say=lambda _: None)
+    return batch_dimensions(traced, call, loss=loss is not None, say=lambda _: None)
 
 
 def test_dimensions_of_outputs_follow_the_samples() -> None:
@@ -102,7 +102,7 @@ def test_an_argument_that_forward_writes_is_refused() -> None:
     call = replace(canonical_call(Writer(), (torch.ones(3),), {}), dims=(0,))
     traced = baechi.trace(Writer(), (torch.ones(3),))
     with pytest.raises(InputError, match="writes into its argument 'x'"):
-        batch_dimensions(traced, Writer(), call, loss=False, say=lambda _: None)
+        batch_dimensions(traced, call, loss=False, say=lambda _: None)
 
 
 @pytest.mark.parametrize(

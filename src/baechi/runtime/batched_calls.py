@@ -117,7 +117,7 @@ class Microbatches:
 
 
 def check_microbatches(
-    microbatches: int | None, batch: BatchSpec | None, **others: Any
+    microbatches: int | None, batch: BatchSpec | None, others: Mapping[str, Any]
 ) -> Microbatches:
     """The micro-batches that `place` was asked for, with options that may not go with them.
 

@@ -135,3 +135,15 @@ def _fixed(family: Family, kin: Sequence[Executable]) -> str:
     """What keeps a family from all calls of before that it was made for; empty if nothing does."""
     found = [family.fixes(each.module.call) for each in kin if each.family is None]
     return found[0] if found and all(found) else ""
+
+
+def largest_that_fits(call: Call, kin: Sequence[Executable]) -> str:
+    """The largest size that fits an earlier plan of the call's family, in a sentence."""
+    for special in kin:
+        values, admission = special.joined(call), special.admission
+        found = None if values is None or admission is None else admission.largest(values)
+        if found is not None and values is not None and special.family is not None:
+            symbol, fits = found
+            fits, size = (special.family.size_of(symbol, n) for n in (fits, values[symbol]))
+            return f" {special.family.named(symbol)}: {fits} fits, {size} does not."
+    return ""

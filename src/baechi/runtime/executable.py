@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 
 from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
+from baechi.problem.microbatches import segments_of
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
@@ -43,6 +45,8 @@ from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
+_AHEAD: Final = 2  # micro-batches in flight on a device that a short order may need
+_AS_SHORT: Final = 1.01
 _MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
 
 
@@ -151,11 +155,23 @@ class Executable:
     def _turns(self, segments: Sequence[Sequence[int]]) -> Turns:
         """The turns of the micro-batches in order, by the clock."""
         graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
-        self.rhythm = ordered_turns(
-            *(graph, cluster, self.placement, self.batches),
-            segments=segments,
-            joined=self.training and not self.own_loss,
-        )
+        joined = self.training and not self.own_loss
+        order = partial(ordered_turns, graph, segments=segments, joined=joined)
+        self.rhythm = found = order(cluster, self.placement, self.batches)
+        # Where memory is ample the shortest order may run far ahead: one that holds what few
+        # micro-batches hold is often as short.
+        few = _AHEAD * len(set(self.placement.devices))
+        if self.own_loss and self.batches > few:
+            peaks = order(cluster, self.placement, few).peak_bytes
+            rows = zip(cluster.devices, peaks, strict=True)
+            limits = (replace(d, memory_bytes=min(d.memory_bytes, peak)) for d, peak in rows)
+            tight = replace(cluster, devices=tuple(limits))
+            other = order(tight, self.placement, self.batches)
+            less = sum(other.peak_bytes) < sum(found.peak_bytes)
+            if less and other.step_ns <= found.step_ns * _AS_SHORT:
+                self.rhythm = other
+                if other.segments == segments_of(graph, self.placement):
+                    self.placement = replace(self.placement, turns=other.turns)
         return self.rhythm.turns
 
     def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
@@ -184,7 +200,9 @@ class Executable:
             return self._executor
         program = self.program
         if not self._streams:
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
+            # Segments of micro-batches are those of other steps, and so is the order of turns.
+            cut = self.batches > 1 or self.own_loss
+            program = self._compiled(copy_lanes=not cut, one_thread=True, schedule=self.schedule)
         bound = bind(self.module, self._structure, program, self.places)
         return CudaExecutor(program, bound, self.places)
 

@@ -80,13 +80,12 @@ class BatchDimensions:
 
 
 def batch_dimensions(
-    traced: Traced, model: nn.Module, call: Call, *, loss: bool, say: Callable[[str], None]
+    traced: Traced, call: Call, *, loss: bool, say: Callable[[str], None]
 ) -> BatchDimensions:
     """The batch dimensions of a trace of a micro-batch, and what it does to samples.
 
     Args:
         traced: The trace of the call.
-        model: The model.
         call: The call of one micro-batch.
         loss: Whether the model returns a loss of each micro-batch, and nothing else.
         say: Is told what is done.
@@ -96,6 +95,7 @@ def batch_dimensions(
             batch dimension, or the model runs other operators for twice the batch.
     """
     say("tracing twice the batch, to find its dimension")
+    model = traced.module.model
     # What is alike for one sample and for any number is not told apart by one sample.
     sizes = [t.shape[d] for t, d in zip(call.tensors, call.dims, strict=True) if d is not None]
     first = traced if min(sizes) > 1 else _grown(model, call, 2)

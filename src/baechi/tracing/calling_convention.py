@@ -141,6 +141,18 @@ def own_objects(model: nn.Module, call: Call) -> Call:
     return replace(call, objects=canonical_call(model, args, kwargs).objects)
 
 
+def beside(model: nn.Module, call: Call) -> Call:
+    """The call with its tensors on the model's device, since tracing needs a single device."""
+    home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
+    if home is None or home.type == "meta" or all(t.device == home for t in call.tensors):
+        return call
+    rows = (
+        t if t.is_meta else t.detach().to(home).requires_grad_(t.requires_grad)
+        for t in call.tensors
+    )
+    return replace(call, tensors=tuple(rows))
+
+
 def changes(before: Call, now: Call) -> list[str]:
     """What is new in the arguments of a call: `timestep is 450 (was 540)`."""
     if before.structure.form != now.structure.form:

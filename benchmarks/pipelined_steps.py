@@ -1,6 +1,6 @@
 """Claim: micro-batches put a chain of layers on two devices in little more than half of the time.
 
-    OMP_NUM_THREADS=1 python3 -m benchmarks.pipelining            # --quick: few rounds
+    OMP_NUM_THREADS=1 python3 -m benchmarks.pipelined_steps            # --quick: few rounds
 
 A GPT of 6 layers, 256 wide, 16 sequences of 64 tokens in 8 micro-batches, on two logical CPU
 devices of one thread each; the loop over micro-batches in one thread is the reference. Ideal is
@@ -86,17 +86,21 @@ def whole(model: nn.Module, ids: Tensor, targets: Tensor) -> None:
     criterion(model(ids), targets).backward()
 
 
-def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way, in turns; each round begins with a step that does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in ways}
+def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of each way, and of processor time; the first step of a turn does not count."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
             run()
             for _ in range(2):
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), time.process_time()
                 run()
-                samples[name].append(time.perf_counter() - began)
-    return {name: statistics.median(row) for name, row in samples.items()}
+                ended = time.perf_counter() - began, time.process_time() - worked
+                samples[name].append(ended)
+    return {
+        name: (statistics.median(a for a, _ in row), statistics.median(b for _, b in row))
+        for name, row in samples.items()
+    }
 
 
 def main(
@@ -128,10 +132,14 @@ def main(
         "one device": lambda: one.step(ids, targets=targets, loss=criterion),
     }
     found = timed(ways, 3 if quick else rounds)
-    table = Table("", "devices", "ms", "of the loop", "predicted ms", "predicted / measured")
+    table = Table(
+        *("", "devices", "ms", "of the loop", "its processor time"),
+        *("predicted ms", "predicted / measured"),
+    )
     placed = {"step": two, "placed(x)": calls, "one device": one}
-    for name, seconds in found.items():
-        row = [name, "1", f"{seconds * 1e3:.1f}", f"{seconds / found['loop']:.3f}"]
+    for name, (seconds, worked) in found.items():
+        row = [name, "1", f"{seconds * 1e3:.1f}"]
+        row += [f"{seconds / found['loop'][0]:.3f}", f"{worked / found['loop'][1]:.3f}"]
         if name in placed:
             predicted = placed[name].rhythm.step_ns / 1e9
             row[1] = str(len(set(placed[name].placement.devices)))
