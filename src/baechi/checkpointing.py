@@ -143,7 +143,7 @@ def choose_checkpoint(
         solve(graph_of(most), cluster, placer, constraints=constraints)
     except InfeasibleError as error:
         what = f"with {len(most)} submodules that run forward again" if most else "as it is"
-        text = f"a training step of {traced.name} does not fit {what}: {error}"
+        text = f"a training step of {traced.name} was not placed {what}: {error}"
         raise InfeasibleError(text, *error.args[1:]) from None
     return most
 

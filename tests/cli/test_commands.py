@@ -330,7 +330,7 @@ def test_simulate_prints_what_it_found():
 
 def test_what_does_not_fit_leaves_with_code_3(files):
     text = run("solve", "a.graph.json", "--devices", 2, "--memory", "100", "-o", "p.json", code=3)
-    assert text.startswith("does not fit: ")
+    assert text.startswith("not placed: ")
     assert "more to device" in text
     assert "Traceback" not in text
     assert not (files / "p.json").exists()

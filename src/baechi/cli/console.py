@@ -42,7 +42,7 @@ class Group(TyperGroup):
             code = 2
             match error:
                 case InfeasibleError():
-                    text, code = f"does not fit: {error}", 3
+                    text, code = f"not placed: {error}", 3
                 case BaechiError():
                     text = f"error: {error}"
                 case ModuleNotFoundError(name="torch"):
