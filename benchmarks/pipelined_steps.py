@@ -87,7 +87,7 @@ def whole(model: nn.Module, ids: Tensor, targets: Tensor) -> None:
 
 
 def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each way, and of processor time; the first step of a turn does not count."""
+    """Median seconds of each way, and of processor time; the first of three does not count."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from baechi.errors import ExecutionError, InputError
-from baechi.runtime.executable import move
 from baechi.runtime.placed_state import KEY, PlacedState
+from baechi.runtime.weights import move
 from baechi.torch_support.torch_internals import state_of
 
 

@@ -29,7 +29,7 @@ from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
-from baechi.runtime.weights import devices_of_state
+from baechi.runtime.weights import devices_of_state, move
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
 from baechi.torch_support.torch_internals import gradient_hooks, is_hooked
@@ -507,14 +507,3 @@ def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
         for index, op in enumerate(structure.ops)
         if (index in given if op.phase == "forward" else given.issuperset(op.forward))
     )
-
-
-def move(tensor: torch.Tensor, place: torch.device) -> None:
-    """Move a parameter or buffer and its gradient; it stays the same object for optimizers.
-
-    One on meta stays there: it has nothing to move.
-    """
-    if tensor.device != place and not tensor.is_meta:
-        tensor.data = tensor.data.to(place)
-        if tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.to(place)

@@ -39,9 +39,10 @@ from baechi.runtime.batched_calls import (
     key_of_loss,
     train,
 )
-from baechi.runtime.executable import Executable, move
+from baechi.runtime.executable import Executable
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
+from baechi.runtime.weights import move
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_internals import (
     CALL,

@@ -350,3 +350,14 @@ def pinned(
     for name, devices in rest.forbidden.items():
         forbidden[name].update(devices)
     return replace(rest, forbidden={name: tuple(rows) for name, rows in forbidden.items()})
+
+
+def move(tensor: torch.Tensor, place: torch.device) -> None:
+    """Move a parameter or buffer and its gradient; it stays the same object for optimizers.
+
+    One on meta stays there: it has nothing to move.
+    """
+    if tensor.device != place and not tensor.is_meta:
+        tensor.data = tensor.data.to(place)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(place)
