@@ -16,7 +16,7 @@ Of the allowed pairs, the one with the smallest (earliest start, op, device) is 
 favorites this is m-ETF.
 
 `docs/favorites.md` has the solvers, how shares that w does not need are removed, and the rounding.
-Differences from the paper, besides those of `placers/etf.py`: edges inside one group get no
+Differences from the paper, besides those of m-ETF (`list_schedulers`): edges in a group get no
 favorites; first-order instead of MOSEK; no unneeded favorites; the threshold is 1/2 with repair,
 instead of 0.1 without; c is the mean over the links. Complexity: the program, then as m-ETF.
 """
@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import ListScheduler
 from baechi.placers.linear_programs import SOLVERS, LinearSolver
+from baechi.placers.list_schedulers import ListScheduler
 from baechi.placers.sct_program import (
     FavoriteProgram,
     favorite_program,
