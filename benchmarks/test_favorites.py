@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 import baechi
-from baechi.placers.etf import METF
-from baechi.placers.linear_programs import Highs
+from baechi.placers.linear_programs import Highs, favorite_program
+from baechi.placers.list_schedulers import METF
 from baechi.placers.sct import MSCT, favorite_children, relax, rho, rounded
-from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 
 SIZES = (600, 5_000, 20_000, 100_000)

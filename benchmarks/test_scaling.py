@@ -35,7 +35,7 @@ from oracle import Oracle, list_schedule
 
 import baechi
 from baechi import _core
-from baechi.placers.etf import METF
+from baechi.placers.list_schedulers import METF
 from baechi.placers.sct import MSCT
 from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem

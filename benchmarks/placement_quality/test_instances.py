@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import baechi
 from baechi import _core
 from baechi.placers.baselines import Pinned
-from baechi.placers.etf import METF
+from baechi.placers.list_schedulers import METF
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows
 

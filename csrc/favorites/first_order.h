@@ -1,5 +1,5 @@
-// First-order solver of the linear program for favorite children (`placers/sct_program.py`), for
-// graphs too large for a general solver.
+// First-order solver of the linear program for favorite children (`placers/linear_programs.py`),
+// for graphs too large for a general solver.
 #pragma once
 
 #include <cstdint>

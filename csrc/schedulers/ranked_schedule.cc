@@ -1,4 +1,4 @@
-// Schedulers by rank: HEFT's, and PEFT's with lookahead (`placers/heft.py`).
+// Schedulers by rank: HEFT's, and PEFT's with lookahead (`placers/list_schedulers.py`).
 #include <algorithm>
 #include <iterator>
 #include <map>

@@ -19,8 +19,8 @@ from baechi.placers.baselines import MTopo as MTopo
 from baechi.placers.baselines import Pinned as Pinned, RandomPlacer as RandomPlacer
 from baechi.placers.baselines import RoundRobin as RoundRobin, SingleDevice as SingleDevice
 from baechi.placers.contiguous import Contiguous as Contiguous
-from baechi.placers.etf import METF as METF
-from baechi.placers.heft import HEFT as HEFT, PEFT as PEFT
+from baechi.placers.list_schedulers import METF as METF
+from baechi.placers.list_schedulers import HEFT as HEFT, PEFT as PEFT
 from baechi.placers.local_search import LocalSearch as LocalSearch
 from baechi.placers.metis import Metis as Metis
 from baechi.placers.sct import MSCT as MSCT

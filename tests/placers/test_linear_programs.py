@@ -19,9 +19,10 @@ from baechi.placers.linear_programs import (
     Highs,
     LinearProgram,
     Mosek,
+    near_point,
+    solver_rows,
 )
 from baechi.placers.sct import relax
-from baechi.placers.sct_program import near_point, solver_rows
 
 
 def plain(program):

@@ -55,11 +55,11 @@ def test_layers_interleave_where_memory_is_ample(microbatches, most):
 
 
 def test_layers_interleave_in_the_memory_of_1f1b_and_a_few_layers_more():
-    graph = layers(24)
-    cluster = cluster_of([(6 + 4 * 6 + 8 + 1) * MIB] * 4, LINK)
-    placement = solve(graph, cluster, microbatches=8)
+    graph = layers(12)
+    cluster = cluster_of([(3 + 4 * 3 + 4 + 1) * MIB] * 4, LINK)
+    placement = solve(graph, cluster, microbatches=6)
     schedule = simulate(graph, cluster, placement)
-    assert schedule.makespan_ns <= 0.9 * ideal_1f1b(graph, 4, 8)
+    assert schedule.makespan_ns <= 0.9 * ideal_1f1b(graph, 4, 6)
     assert not overflows(schedule, cluster)
 
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from strategies import clusters, graphs, layered
 
 from baechi import MSCT, Cluster, Device, InputError, Link, Op, OpGraph, Tensor
-from baechi.placers.linear_programs import Highs
+from baechi.placers.linear_programs import Highs, favorite_program
 from baechi.placers.sct import favorite_children, first_order, relax
-from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 
 CLUSTER = Cluster.uniform(2, 10**9, Link(0, 10**9))

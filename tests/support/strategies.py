@@ -24,7 +24,7 @@ from baechi import (
     Tensor,
     Traced,
 )
-from baechi.placers.sct_program import FavoriteProgram
+from baechi.placers.linear_programs import FavoriteProgram
 from baechi.problem.problem_arrays import Problem
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 

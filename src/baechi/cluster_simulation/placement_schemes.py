@@ -17,8 +17,7 @@ from baechi.cluster_simulation.contention import WHOLE, WORK, Part
 from baechi.cluster_simulation.fleet import DeviceStates, Gpu
 from baechi.cluster_simulation.jobs import Grant, Job
 from baechi.placers.auto import best
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.list_schedulers import HEFT, METF
 from baechi.placers.solving import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import simulate

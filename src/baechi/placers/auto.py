@@ -14,8 +14,7 @@ import numpy as np
 from baechi.placers.baselines import MTopo, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_kinds, used_devices
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT, PEFT
+from baechi.placers.list_schedulers import HEFT, METF, PEFT
 from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis

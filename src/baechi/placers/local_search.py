@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.placers.device_choice import MOST_USED, used_devices
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.list_schedulers import HEFT, METF
 from baechi.placers.placer import Placer, distinct_loads, placed_in, shortest, timed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem

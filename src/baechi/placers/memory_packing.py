@@ -20,7 +20,7 @@ import numpy as np
 
 from baechi import _core
 from baechi.placers.baselines import MTopo, SingleDevice
-from baechi.placers.etf import METF
+from baechi.placers.list_schedulers import METF
 from baechi.placers.placer import (
     Placer,
     depth_first,

@@ -1,7 +1,7 @@
 """m-SCT: small communication time, under memory.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
-linear program (`placers/sct_program.py`) picks favorite children: pairs of ops to run in succession
+linear program (`linear_programs.py`) picks favorite children: pairs of ops to run in succession
 on one device. The list scheduler keeps them together (`csrc/schedulers/list_schedule.cc`). At every
 step:
 
@@ -16,7 +16,7 @@ Of the allowed pairs, the one with the smallest (earliest start, op, device) is 
 favorites this is m-ETF.
 
 `docs/favorites.md` has the solvers, how shares that w does not need are removed, and the rounding.
-Differences from the paper, besides those of `placers/etf.py`: edges inside one group get no
+Differences from the paper, besides those of m-ETF (`list_schedulers`): edges in a group get no
 favorites; first-order instead of MOSEK; no unneeded favorites; the threshold is 1/2 with repair,
 instead of 0.1 without; c is the mean over the links. Complexity: the program, then as m-ETF.
 """
@@ -30,15 +30,16 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import ListScheduler
-from baechi.placers.linear_programs import SOLVERS, LinearSolver
-from baechi.placers.sct_program import (
+from baechi.placers.linear_programs import (
+    SOLVERS,
     FavoriteProgram,
+    LinearSolver,
     favorite_program,
     links_between,
     near_point,
     solver_rows,
 )
+from baechi.placers.list_schedulers import ListScheduler
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 from baechi.validation import check_choice

@@ -14,15 +14,13 @@ from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.baselines import MTopo, RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_choices, device_kinds, linked
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT, PEFT
+from baechi.placers.list_schedulers import HEFT, METF, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
-from baechi.placers.pipelines import Pipelines
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
-from baechi.placers.turn_orders import ordered_turns
+from baechi.placers.turn_orders import Pipelines, ordered_turns
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster, Constraints
@@ -69,7 +67,7 @@ def solve(
             of an `Auto` value, and `"balanced"` for any other placer.
         constraints: Constraints besides memory.
         microbatches: How many times a step runs the graph, which is that of one micro-batch; the
-            placement then has their turns (`placers/pipelines.py`).
+            placement then has their turns (`placers/turn_orders.py`).
 
     Raises:
         InfeasibleError: No placement was found; the text names the missing memory.

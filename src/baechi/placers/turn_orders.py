@@ -1,37 +1,60 @@
-"""Orders of the turns of a placed graph of micro-batches, on the one clock.
+"""Micro-batches: placements that let segments take turns well, and the order of the turns.
 
-A turn is a segment with a batch (`problem/microbatches.py`). Candidates are, on the turns as ops of
-a graph: earliest task first (m-ETF), which under the memory of 1F1B finds 1F1B; HEFT; m-ETF that
-prefers the deepest of the turns that could start at once, which finds zero-bubble schedules; each
-also with at most K batches in flight on a device, for the K that fit; a search from the shortest;
-and one batch after the other, which needs least memory. The copies of all ops decide (`Turns.ops`),
-so that what is predicted is what `simulate` says.
+**Orders.** A turn is a segment with a batch (`problem/microbatches.py`). Candidates are, on the
+turns as ops of a graph: earliest task first (m-ETF), which under the memory of 1F1B finds 1F1B;
+HEFT; m-ETF that prefers the deepest of the turns that could start at once, which finds zero-bubble
+schedules; each also with at most K batches in flight on a device, for the K that fit; a search from
+the shortest; and one batch after the other, which needs least memory. The copies of all ops decide
+(`Turns.ops`), so that what is predicted is what `simulate` says.
 
 Earliest task first commits by start times. That matters: the clock's ports take transfers in the
 order in which they are committed, so an order lane by lane would make the same schedule longer.
 
 Complexity: that of m-ETF and HEFT on `microbatches * segments` turns for each K, and of a
 simulation of all copies for the best few.
+
+**Placements.** A placement is best for micro-batches where the busiest device has little to do, and
+best for one where the path is short, so candidates come from both ends:
+
+- what the placer finds for one micro-batch;
+- `_stages`: contiguous splits with the smallest bottleneck, by dynamic programming from the last
+  stage to the first. A stage with s - 1 stages behind it holds what min(s, M) micro-batches keep
+  for their backward. A row of devices may be taken several times in turn;
+- `_interleaved`: list schedules and `auto` on the copies of a graph of blocks, few enough for them.
+  They find interleavings, in which a device has several stages.
+
+Each gets its best order of turns, and the shortest step of all copies wins. Among
+steps within a hundredth of it the one with the fewest turns does: what a turn costs besides its
+operators is not on the clock.
+
+Source of the program: Tarnawski et al., "Piper" (NeurIPS 2021), section 3, where memory grows by
+the stages behind; here without replicas. Complexity: O(blocks**2 * stages) per row of devices.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Final, TypeAlias, final
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.auto import check_effort
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.auto import Auto, check_effort
+from baechi.placers.contiguous import blocks_of
+from baechi.placers.device_choice import device_kinds
+from baechi.placers.list_schedulers import HEFT, METF, PEFT
 from baechi.placers.local_search import Budget, improved
+from baechi.placers.placer import Placer, live_loads
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.microbatches import Turns, launches, segments_of
-from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import replay
+from baechi.problem.coarsening import Coarse, coarsen
+from baechi.problem.microbatches import Turns, Unrolled, launches, segments_of
+from baechi.problem.problem_arrays import LIMIT, Problem
+from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.validation import check_positive
+from baechi.validation import FrozenDict, check_positive
 
 # Orders to simulate with the copies of all ops.
 _SIMULATED: Final = {"fast": 1, "balanced": 3, "thorough": 8}
@@ -167,3 +190,222 @@ def _caps(turns: Turns, effort: str) -> Iterator[int]:
     few = effort == "fast" or turns.microbatches * len(turns.segments) > _MANY
     tried = (used, used // 2, 1) if few else range(1, 2 * used + 1)
     yield from dict.fromkeys(k for k in tried if 0 < k <= most)
+
+
+# Blocks of neighboring groups between which stages are cut: programs of some milliseconds.
+_BLOCKS: Final = 256
+# Copies of the blocks' forward and backward that are placed freely, of so many micro-batches.
+_MOST_COPIES: Final = 16
+_COPIES: Final = {
+    "fast": (1_000,),
+    "balanced": (500, 1_000, 2_000),
+    "thorough": (500, 1_000, 2_000, 4_000, 8_000),
+}
+# How often a row of devices gets stages in turn; the most devices for that, how many numbers of
+# them are tried, and how many splits with the best estimates are ordered.
+_LAPS: Final = {"fast": (1, 2), "balanced": (1, 2, 3, 4), "thorough": (1, 2, 3, 4, 6, 8)}
+_MOST_STAGES: Final = 64
+_STAGES: Final = 8
+_SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
+# Candidates that get the best order that the effort finds; the others get that of a fast solve.
+_ORDERED: Final = {"fast": 0, "balanced": 2, "thorough": 12}
+# A step so much longer, as a part, is as good if it has fewer turns.
+_ALIKE: Final = 100
+
+
+@final
+@dataclass(frozen=True)
+class Pipelines:
+    """Placements of a graph for several micro-batches.
+
+    Attributes:
+        graph: The graph of one micro-batch.
+        problem: The same with its cluster and constraints.
+        microbatches: Their number, at least 2.
+        effort: How many candidates, and how many orders of each.
+    """
+
+    graph: OpGraph
+    problem: Problem
+    microbatches: int
+    effort: str
+
+    def best(self, ones: Sequence[Placement], placer: Placer) -> Placement | None:
+        """The best placement found, with its turns; `None` if none fits.
+
+        `ones` are the placer's for one micro-batch; only `Auto` tries others.
+        """
+        steps: dict[str, int | float | str] = {}
+        rated: list[tuple[int, str, Turns, Order]] = []
+
+        def rate(label: str, turns: Turns, effort: str) -> None:
+            order, timeline = shortest_order(turns, effort)
+            if fits_memory(self.problem, timeline):
+                steps[label] = timeline.makespan()
+                rated.append((timeline.makespan(), label, turns, order))
+            else:
+                steps.setdefault(label, "does not fit")
+
+        for label, placement in self._candidates(ones, isinstance(placer, Auto)):
+            segments = segments_of(self.graph, placement)
+            turns = Turns(self.graph, self.problem, placement, segments, self.microbatches)
+            rate(label, turns, "fast")
+        rated.sort(key=lambda row: row[0])
+        for _, label, turns, _ in rated[: _ORDERED[self.effort]]:
+            rate(label, turns, self.effort)
+        if not rated:
+            return None
+        most_ns = min(step_ns for step_ns, *_ in rated) * (_ALIKE + 1) // _ALIKE
+        alike = [row for row in rated if row[0] <= most_ns]
+        step_ns, label, turns, order = min(alike, key=lambda row: (len(row[3]), row[0]))
+        stats = FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label})
+        count, name = self.microbatches, placer.name
+        return replace(turns.placement, placer=name, stats=stats, microbatches=count, turns=order)
+
+    def _candidates(
+        self, ones: Sequence[Placement], others: bool
+    ) -> Iterator[tuple[str, Placement]]:
+        """Placements for one micro-batch, one for each set of devices, if all paths are there."""
+        order = tuple(range(self.problem.arrays.ops))
+        rows = [
+            (f"one/{row.stats.get('chosen', row.placer)}", row.devices, row.order) for row in ones
+        ]
+        found = chain(self._stages(), self._interleaved()) if others else ()
+        more = ((name, tuple(where.tolist()), order) for name, where in found)
+        seen = set()
+        for name, devices, ops in chain(rows, more):
+            where, timeline = np.array(devices, np.int32), self.problem.timeline()
+            if devices not in seen and timeline.fold(where, np.array(ops, np.int32)) < 0:
+                yield name, Placement(self.graph.digest, devices, ops)
+            seen.add(devices)
+
+    def _stages(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """Contiguous splits of the groups, in index order, of least bottleneck."""
+        problem = self.problem
+        blocks = _Blocks(self.graph, problem, self.microbatches)
+        kinds, memory, work = device_kinds(problem), problem.device_memory, problem.device_work
+        devices = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+        rows = (
+            devices,
+            sorted(devices, key=lambda d: (-memory[d], work[d], d)),
+            sorted(devices, key=lambda d: (work[d], -memory[d], d)),
+        )
+        most = min(len(devices), _MOST_STAGES)
+        numbers = sorted({round(some) for some in np.linspace(2, most, _STAGES)})
+        for laps in _LAPS[self.effort] if most > 1 else ():
+            found: dict[tuple[int, ...], tuple[int, NDArray[np.int32]]] = {}
+            # Where what is in flight has no room, fewer will be, which the order of turns sees to.
+            for in_flight in dict.fromkeys((self.microbatches, 2, 1)):
+                for row, used in product(rows, numbers):
+                    key = tuple(kinds[device] for device in row[:used])
+                    split = None if key in found else blocks.split(row[:used], laps, in_flight)
+                    if split is not None:
+                        found[key] = split
+                if found:
+                    break
+            best = sorted(found.items(), key=lambda entry: entry[1][0])[: _SPLITS[self.effort]]
+            for at, (key, (_, where)) in enumerate(best):
+                yield f"stages/{len(key)}x{laps}{f'.{at}' if at else ''}", where
+
+    def _interleaved(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """What list schedulers and `auto` find for copies of graphs of blocks."""
+        copies = min(self.microbatches, _MOST_COPIES)
+        fast: tuple[Placer, ...] = (HEFT(),)
+        for size in _COPIES[self.effort]:
+            coarse = _coarse(self.graph, self.problem, size // (2 * copies))
+            late = coarse.tensors >= len(self.graph.tensors)
+            unrolled = Unrolled(coarse.arrays, late, copies)
+            whole = unrolled.problem(coarse.lumped())
+            for placer in fast if self.effort == "fast" else (*fast, PEFT(), Auto(effort="fast")):
+                placement = placer.place(whole)
+                if placement is not None:
+                    where = np.array(placement.devices, np.int32)[unrolled.position[0]]
+                    yield f"{placer.name}/{size} copies", where[coarse.part_of]
+
+
+@final
+class _Blocks:
+    """Blocks of neighboring groups in index order; a matrix has the first and the next block."""
+
+    def __init__(self, graph: OpGraph, problem: Problem, microbatches: int) -> None:
+        arrays = problem.arrays
+        costs, self._count, self._block = _cut(problem, _BLOCKS)
+        self._where = self._block[arrays.op_group]
+        self._problem, self._microbatches = problem, microbatches
+        self._work = [self._between(times, self._where) for times in problem.durations]
+        loads = live_loads(problem, range(arrays.ops), microbatches)
+        self._loads = np.max([self._between(load, self._block) for load in loads], axis=0)
+        # What one batch keeps of the forward for the backward.
+        first, last = arrays.extents(np.arange(arrays.ops))
+        held = (first < graph.n_forward) & (last > graph.n_forward)
+        self._held = self._between(arrays.nbytes * held, self._where[arrays.producer])
+        self._forbidden = [self._between(~row, self._block) > 0 for row in problem.allowed]
+        crossing = np.zeros(self._count + 2, np.int64)
+        first, last = arrays.extents(self._where.astype(np.int64))
+        np.add.at(crossing, first + 1, costs)
+        np.subtract.at(crossing, last + 1, costs)
+        cuts = np.cumsum(crossing)[: self._count + 1]
+        self._moves = (cuts[:, None] + cuts[None, :]) // 2
+
+    def _between(self, values: NDArray[Any], block: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Sums of values from one block up to another, given the block of each."""
+        sums = np.zeros(self._count + 1, np.int64)
+        np.add.at(sums, block.astype(np.int64) + 1, values.astype(np.int64))
+        sums = np.cumsum(sums)
+        return np.asarray(sums[None, :] - sums[:, None])
+
+    def split(
+        self, row: Sequence[int], laps: int, in_flight: int
+    ) -> tuple[int, NDArray[np.int32]] | None:
+        """The stages of least bottleneck on these devices, taken several times in turn.
+
+        An estimate of the step, and the device of every op; `None` if nothing fits.
+        """
+        n = self._count + 1
+        least = np.full(n, LIMIT)
+        least[-1] = 0
+        ends = []
+        empty = np.tril(np.ones((n, n), np.bool_))
+        stages = [*row] * laps
+        for behind, device in enumerate(reversed(stages)):
+            held = self._loads + min(in_flight - 1, behind // laps) * self._held
+            full = held > self._problem.device_share[device] // laps
+            work = self._work[self._problem.device_class[device]]
+            time = np.where(empty | full | self._forbidden[device], LIMIT, work)
+            time = np.maximum(np.maximum(time, self._moves), least[None, :])
+            ends.append(time.argmin(axis=1))
+            least = time.min(axis=1)
+        if least[0] >= LIMIT:
+            return None
+        at, stage_of = 0, np.empty(self._count, np.int32)
+        load, fill_ns = dict.fromkeys(row, 0), 0
+        for stage, (device, end) in enumerate(zip(stages, reversed(ends), strict=True)):
+            work_ns = int(self._work[self._problem.device_class[device]][at, end[at]])
+            load[device] += work_ns
+            fill_ns += work_ns if stage < len(row) - 1 else 0
+            stage_of[at : end[at]] = device
+            at = int(end[at])
+        return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
+
+
+def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
+    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group."""
+    costs = np.array(_core.mean_transfers(problem.core), np.int64)
+    return costs, *blocks_of(problem, tuple(range(problem.arrays.groups)), costs, most)
+
+
+def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
+    """The blocks' forward ops, the loss, and the blocks' other ops; or else the usual coarse graph.
+
+    That is used where the first has a cycle.
+    """
+    _, count, block = _cut(problem, most)
+    where, loss, op = block[problem.arrays.op_group], graph.n_forward, np.arange(len(graph.ops))
+    key = np.where(op < loss, where, 2 * count - where)
+    key[loss : loss + 1] = count
+    _, first, part_of = np.unique(key, return_index=True, return_inverse=True)
+    makers, readers = problem.arrays.edges()
+    if (part_of[makers] > part_of[readers]).any():
+        return coarsen(problem)
+    _, part, group = np.unique(where[first], return_index=True, return_inverse=True)
+    return Coarse(problem, part_of.astype(np.int32), part[group].astype(np.int32))

@@ -122,8 +122,8 @@ class Unrolled:
 
         def summed(rows: Sequence[NDArray[np.int64]] | NDArray[np.int64]) -> NDArray[np.int64]:
             total = np.zeros(size, np.int64)
-            # Not left to `add.at`: NumPy 2.4 reads beyond a row that it would have to repeat.
-            np.add.at(total, where, np.broadcast_to(rows, where.shape))
+            for at, row in zip(where, np.broadcast_to(rows, where.shape), strict=True):
+                total[at] += row
             return total
 
         persistent, group = np.zeros(size, np.int64), np.zeros(size, np.int32)

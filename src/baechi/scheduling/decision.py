@@ -17,8 +17,7 @@ from typing import Final, NoReturn, final
 from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.placers.auto import best, portfolio
 from baechi.placers.device_choice import linked
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.list_schedulers import HEFT, METF
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.placer import shortest, smallest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown
