@@ -23,7 +23,7 @@ from baechi.runtime.step_function import sum_up
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import accumulation_hooks, gradient_hooks
-from baechi.tracing.calling_convention import Call
+from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import observing
 from baechi.validation import check_is, check_positive
 
@@ -172,6 +172,24 @@ class ModelWithLoss(nn.Module):
                 "give it labels, or step(..., targets=..., loss=...)"
             )
         return found
+
+
+def step_call(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any
+) -> Call:
+    """The call of a `ModelWithLoss`, with the model's arguments by their names where they have any.
+
+    Raises:
+        InputError: There is a loss and there are no targets.
+    """
+    assert isinstance(module, ModelWithLoss)
+    compares = module.loss is not None
+    if compares and targets is None:
+        raise InputError("loss= compares the model's result with targets=..., which is missing.")
+    also = {} if targets is None else {TARGETS: targets}  # without a loss the model's own
+    given = canonical_call(module.model, args, kwargs if compares else {**kwargs, **also})
+    positional, named = given.structure.fill(given.tensors)
+    return canonical_call(module, positional, {**named, **also} if compares else named)
 
 
 def key_of_loss(loss: Callable[..., Any] | None) -> Any:

@@ -32,11 +32,11 @@ from baechi.errors import (
 )
 from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.batched_calls import (
-    TARGETS,
     BatchWeights,
     Microbatches,
     ModelWithLoss,
     key_of_loss,
+    step_call,
     train,
 )
 from baechi.runtime.executable import Executable
@@ -52,7 +52,7 @@ from baechi.torch_support.torch_internals import (
     plain_call,
     unhooked,
 )
-from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
+from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside, look
 from baechi.tracing.pytrees import tensors_in
 
 # Where the state is in the model's own `__dict__`.
@@ -307,7 +307,7 @@ class PlacedState:
         Some 5 us.
         """
         try:
-            arguments = _look(args), _look(kwargs)
+            arguments = look(args), look(kwargs)
         except TypeError:
             return None
         return torch.is_grad_enabled(), self.model.training, arguments
@@ -322,23 +322,11 @@ class PlacedState:
     ) -> torch.Tensor:
         """As `PlacedModule.step`."""
         rows = self.microbatches.weights(weights)
-        if loss is not None and targets is None:
-            raise InputError(
-                "loss= compares the model's result with targets=..., which is missing."
-            )
         if self._specialize is None:
-            raise InputError(
-                "`apply` was given one plan, without a loss; `baechi.place` makes one."
-            )
-        if targets is not None and loss is None:
-            kwargs = {**kwargs, TARGETS: targets}  # the model's own argument
+            raise InputError("`apply` has no plan with a loss; `baechi.place` makes one.")
         with self.lock, torch.enable_grad():
             entry = self._step_entry(loss)
-            given = canonical_call(self.model, args, kwargs)
-            positional, named = given.structure.fill(given.tensors)
-            if loss is not None:
-                named = {**named, TARGETS: targets}
-            calls = self.microbatches.split(canonical_call(entry.module, positional, named))
+            calls = self.microbatches.split(step_call(entry.module, args, kwargs, targets))
             return train(self.special(entry, calls[0]), calls, rows, self.meter)
 
     def _step_entry(self, loss: Callable[..., Any] | None) -> Entry:
@@ -511,21 +499,3 @@ class PlacedState:
         self._moves += 1
         for tensor, device in self.origins:
             move(tensor, device)
-
-
-def _look(value: Any) -> Any:
-    """Equal for values that are alike to a model.
-
-    Raises:
-        TypeError: An object of another class, which may be anything.
-    """
-    kind = type(value)
-    if kind is torch.Tensor:
-        return value.shape, value.dtype, value.device
-    if value is None or kind in (bool, int, float, str):
-        return kind, value
-    if kind in (list, tuple):
-        return kind, *map(_look, value)
-    if kind is dict:
-        return kind, *value, *map(_look, value.values())
-    raise TypeError

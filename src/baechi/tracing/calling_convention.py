@@ -153,6 +153,24 @@ def beside(model: nn.Module, call: Call) -> Call:
     return replace(call, tensors=tuple(rows))
 
 
+def look(value: Any) -> Any:
+    """Equal for values that are alike to a model.
+
+    Raises:
+        TypeError: An object of another class, which may be anything.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.shape, value.dtype, value.device
+    if value is None or kind in (bool, int, float, str):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *map(look, value)
+    if kind is dict:
+        return kind, *value, *map(look, value.values())
+    raise TypeError
+
+
 def changes(before: Call, now: Call) -> list[str]:
     """What is new in the arguments of a call: `timestep is 450 (was 540)`."""
     if before.structure.form != now.structure.form:

@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.step import CutTensor, Recomputation, Record, Step
-from baechi.runtime.failures import located, running_node
-from baechi.runtime.torch_compile import CompiledTape
+from baechi.runtime.torch_compile import CompiledTape, located, running_node
 from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
 
 
