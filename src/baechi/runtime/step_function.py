@@ -9,7 +9,7 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -30,6 +30,8 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import HeldObjects
 
 Executor: TypeAlias = CpuExecutor | CudaExecutor
+# Nodes of parameters that wait for a step: as many as calls that one loss may be of.
+_MOST_FREE: Final = 4
 
 
 @final
@@ -119,7 +121,8 @@ class Plan:
 
     def __del__(self) -> None:
         """Give the node of the parameters to a step to come."""
-        self._free.append(self.token)
+        if len(self._free) < _MOST_FREE:
+            self._free.append(self.token)
 
     def forward(self) -> None:
         """Run the forward, and take its results apart."""
