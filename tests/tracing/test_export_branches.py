@@ -285,7 +285,7 @@ def test_torch_still_cannot_trace_grouped_products_in_fp32() -> None:
     rows, weights, ends = torch.ones(8, 16), torch.ones(2, 16, 16), torch.tensor([4, 8]).int()
     assert torch._grouped_mm(rows, weights, offs=ends).shape == (8, 16)
     meta = [tensor.to("meta") for tensor in (rows, weights, ends)]
-    with pytest.raises(RuntimeError, match="BF16|BFloat16"):
+    with pytest.raises(RuntimeError, match=r"BF16|BFloat16"):
         torch._grouped_mm(meta[0], meta[1], offs=meta[2])
 
 
