@@ -131,9 +131,9 @@ def test_what_the_demo_needs_is_checked_first(tmp_path, monkeypatch):
 
 
 def test_the_demo_is_found_in_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(Path(__file__).parents[2])
     (tmp_path / "file").touch()
-    found = CliRunner().invoke(app, ["demo", "--out", "file/out"])
+    found = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file" / "out")])
     assert "cannot make folder" in found.output
     monkeypatch.setattr(Path, "is_file", lambda _: False)
     found = CliRunner().invoke(app, ["demo", "--out", "out"])
