@@ -77,10 +77,11 @@ def beside(module: Any, call: Callable[[], Any], rounds: int) -> tuple[float, fl
     run, made, spent = executor.run, {}, [0.0]
     first, last = OutputFunction.backward, LeavesFunction.backward
 
-    def ready(step: Any, phase: int) -> None:
+    def ready(steps: Any, phase: int) -> None:
         spent[0] += time.perf_counter()
+        (step,) = steps
         if phase not in made:
-            run(step, phase)
+            run(steps, phase)
             made[phase] = list(step.grads if phase else step.results), list(step.flags)
         found, flags = made[phase]
         copies = [value if value is None else value.detach().clone() for value in found]

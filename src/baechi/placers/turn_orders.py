@@ -99,6 +99,7 @@ def ordered_turns(
     joined: bool = False,
     constraints: Constraints | None = None,
     effort: str = "balanced",
+    in_flight: int = 0,
 ) -> Rhythm:
     """The shortest order found of the turns of a placed graph, of those that fit the memory.
 
@@ -113,6 +114,7 @@ def ordered_turns(
         joined: Whether a training graph has one loss for all batches in place of one for each.
         constraints: As for `solve`; margins are kept free.
         effort: `"fast"`, `"balanced"` or `"thorough"`: how many orders are tried.
+        in_flight: The most batches that a device has begun and not ended; 0 for any number.
 
     Raises:
         InputError: A number is not positive, the placement is of another graph, or the segments
@@ -124,7 +126,7 @@ def ordered_turns(
     replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
-    order, timeline = shortest_order(turns, effort)
+    order, timeline = shortest_order(turns, effort, in_flight)
     peaks = timeline.peaks()
     return Rhythm(
         rows,
@@ -135,10 +137,10 @@ def ordered_turns(
     )
 
 
-def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
+def shortest_order(turns: Turns, effort: str, in_flight: int = 0) -> tuple[Order, _core.Timeline]:
     """The best order found, and the timeline of all copies in it."""
     memory = turns.problem.pool_memory
-    rated = sorted(_schedules(turns, effort), key=lambda row: row[0])
+    rated = sorted(_schedules(turns, effort, in_flight), key=lambda row: row[0])
     copies, _ = turns.capped()
     one_by_one = turns.order_of(copies, range(copies.arrays.ops))
     best: tuple[int, int, Order, _core.Timeline] | None = None
@@ -155,7 +157,7 @@ def shortest_order(turns: Turns, effort: str) -> tuple[Order, _core.Timeline]:
     return best[2:]
 
 
-def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:
+def _schedules(turns: Turns, effort: str, in_flight: int) -> list[tuple[int, Order]]:
     """Orders of the turns, each with its step on the clock of turns; ends at a shortest one."""
     found: list[tuple[int, Order]] = []
     placements: list[Placement] = []
@@ -163,7 +165,8 @@ def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:
     bound = lower_bound_ns(problem)
     schedulers = [(HEFT(), False), (METF(), False), *([(METF(), True)] if effort != "fast" else [])]
     used = len(set(turns.homes))
-    for most, (placer, urgent) in product(_caps(turns, effort), schedulers):
+    caps = (in_flight,) if in_flight else _caps(turns, effort)
+    for most, (placer, urgent) in product(caps, schedulers):
         if effort == "fast" and found and 0 < most < used:
             break
         view, capped = turns.capped(most, urgent=urgent) if most or urgent else (copies, problem)
@@ -174,7 +177,8 @@ def _schedules(turns: Turns, effort: str) -> list[tuple[int, Order]]:
             if step_ns <= bound:
                 return found
             placements += [] if urgent else [placement]
-    better = None if effort == "fast" else improved(problem, placements, _SEARCH)
+    search = effort != "fast" and not in_flight
+    better = improved(problem, placements, _SEARCH) if search else None
     if better is not None:
         step_ns = int(better.stats["makespan_ns"])
         found.append((step_ns, turns.order_of(copies, better.order)))

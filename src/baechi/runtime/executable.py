@@ -45,7 +45,6 @@ from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
-_AHEAD: Final = 2  # micro-batches in flight on a device that a short order may need
 _AS_SHORT: Final = 1.01
 _MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
 
@@ -158,20 +157,18 @@ class Executable:
         joined = self.training and not self.own_loss
         order = partial(ordered_turns, graph, segments=segments, joined=joined)
         self.rhythm = found = order(cluster, self.placement, self.batches)
-        # Where memory is ample the shortest order may run far ahead: one that holds what few
-        # micro-batches hold is often as short.
-        few = _AHEAD * len(set(self.placement.devices))
-        if self.own_loss and self.batches > few:
-            peaks = order(cluster, self.placement, few).peak_bytes
-            rows = zip(cluster.devices, peaks, strict=True)
-            limits = (replace(d, memory_bytes=min(d.memory_bytes, peak)) for d, peak in rows)
-            tight = replace(cluster, devices=tuple(limits))
-            other = order(tight, self.placement, self.batches)
+        # Where memory is ample the shortest order may run far ahead: one with few micro-batches
+        # in flight is often as short.
+        few = len(set(self.placement.devices))
+        while self.own_loss and few < self.batches:
+            other = order(cluster, self.placement, self.batches, in_flight=few)
             less = sum(other.peak_bytes) < sum(found.peak_bytes)
             if less and other.step_ns <= found.step_ns * _AS_SHORT:
                 self.rhythm = other
                 if other.segments == segments_of(graph, self.placement):
                     self.placement = replace(self.placement, turns=other.turns)
+                break
+            few *= 2
         return self.rhythm.turns
 
     def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
