@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.problem.problem_arrays import LIMIT, Problem
+from baechi.records.graph_arrays import exact_sum
 
 _FOREVER: Final = np.iinfo(np.int64).max
 # Time grows with the square of the sites.
@@ -92,7 +93,7 @@ def _host(problem: Problem) -> dict[str, int]:
         allowed = np.asarray(problem.allowed[devices].any(axis=0))[problem.arrays.op_group]
         least = np.minimum(least, np.where(allowed, problem.launch_ns(devices[0]), LIMIT))
     shared = min(len(set(hosts) - {-1}), problem.max_devices or len(hosts))
-    return {"host": -(-sum(least[least < LIMIT].tolist()) // shared)}
+    return {"host": -(-exact_sum(least[least < LIMIT]) // shared)}
 
 
 def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
@@ -237,5 +238,5 @@ def _between(
 
 def _by_speed(durations: NDArray[np.int64]) -> NDArray[np.int64]:
     """Weights proportional to the share of the graph's work that a site's devices do per time."""
-    totals = [max(1, sum(row.tolist())) for row in durations]
+    totals = [max(1, exact_sum(row)) for row in durations]
     return np.array([max(1, min(totals) * 2**10 // total) for total in totals], np.int64)

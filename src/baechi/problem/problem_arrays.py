@@ -18,7 +18,7 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.records.cluster import PORTS, Cluster, Constraints, Link
 from baechi.records.graph import OpGraph
-from baechi.records.graph_arrays import GraphArrays
+from baechi.records.graph_arrays import GraphArrays, exact_sum
 from baechi.units import format_bytes
 from baechi.validation import check_is
 
@@ -104,7 +104,7 @@ class Problem:
         sent_ns += arrays.tensors * (1 + latency_ns + overhead_ns)
         # Each op may also have a hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * arrays.ops
-        total_ns = sum([*self.durations.max(axis=0).tolist(), *arrays.launch.tolist()]) + waits_ns
+        total_ns = exact_sum(self.durations.max(axis=0)) + exact_sum(arrays.launch) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
                 f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency, "
@@ -289,7 +289,7 @@ class Problem:
     @cached_property
     def device_work(self) -> tuple[int, ...]:
         """The time of all ops on every device."""
-        totals = [sum(row.tolist()) for row in self.durations]
+        totals = [exact_sum(row) for row in self.durations]
         return tuple(totals[row] for row in self.device_class)
 
     @cached_property

@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 from baechi import _core
 
 
+def exact_sum(values: NDArray[np.int64]) -> int:
+    """The sum of fewer than 2**31 integers, exact where it has more than 64 bits."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class GraphArrays:
@@ -77,12 +82,12 @@ class GraphArrays:
     @cached_property
     def total_op_bytes(self) -> int:
         """Persistent and workspace bytes of all ops, as if none were reused."""
-        return sum([*self.persistent.tolist(), *np.maximum(self.workspace, 0).tolist()])
+        return exact_sum(self.persistent) + exact_sum(np.maximum(self.workspace, 0))
 
     @cached_property
     def total_tensor_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(self.nbytes.tolist())
+        return exact_sum(self.nbytes)
 
     @cached_property
     def core(self) -> _core.Graph:
