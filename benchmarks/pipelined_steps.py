@@ -7,6 +7,12 @@ devices of one thread each; the loop over micro-batches in one thread is the ref
 (M + 1) / 2M = 0.5625. Then the same turns on one logical device, which should take what the loop
 does. All ways take turns in one process; a figure is a ratio of medians of time.
 
+With `--peer`, Schedule1F1B of `torch.distributed.pipelining` in two gloo processes takes its turns,
+too, cut after three and after four blocks; its gradients are the loop's in every bit.
+
+`--models` does the same with GPT-2 small, whose head is its embedding, and with two towers and a
+trunk: a step beside the placement without micro-batches and the line of stages.
+
 `--peaks` prints the metered peaks of steps of 8 and of 32 micro-batches of one size, and `--plans`
 the time that place() takes for 2 and for 32.
 """
@@ -15,11 +21,15 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated, Any, Final, TypeAlias
 
 import torch
 import typer
 from benchmarks.environment import environment
+from benchmarks.models.hugging_face import gpt2
+from benchmarks.torch_pipeline import Pipeline
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -28,6 +38,7 @@ from torch.nn import functional
 import baechi
 
 VOCABULARY: Final = 1_000
+Times: TypeAlias = dict[str, tuple[float, float]]  # by way, seconds and those of the processor
 _M: Final = 8
 _ONE: Final = {"cpu:0": "8GiB"}
 _TWO: Final = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
@@ -75,6 +86,36 @@ def criterion(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class First(nn.Module):
+    """Embeddings and the first blocks."""
+
+    def __init__(self, model: GPT, blocks: int) -> None:
+        super().__init__()
+        self.tokens, self.places = model.tokens, model.places
+        self.blocks = model.blocks[:blocks]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Hidden states of token numbers."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Last(nn.Module):
+    """The other blocks and the head."""
+
+    def __init__(self, model: GPT, blocks: int) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = model.blocks[blocks:], model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 def loop(model: nn.Module, ids: Tensor, targets: Tensor, n: int) -> None:
     """The reference: micro-batches one after the other."""
     for c, t in zip(ids.chunk(n), targets.chunk(n), strict=True):
@@ -86,7 +127,7 @@ def whole(model: nn.Module, ids: Tensor, targets: Tensor) -> None:
     criterion(model(ids), targets).backward()
 
 
-def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
+def timed(ways: dict[str, Callable[[], Any]], rounds: int) -> Times:
     """Median seconds of each way, and of processor time; the first of three does not count."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -108,6 +149,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few rounds.")] = False,
     peaks: Annotated[bool, typer.Option(help="Metered peaks for 8 and 32.")] = False,
     plans: Annotated[bool, typer.Option(help="Time of place() for 2 and 32.")] = False,
+    peer: Annotated[bool, typer.Option(help="Beside Schedule1F1B in two processes.")] = False,
+    models: Annotated[bool, typer.Option(help="Two other models.")] = False,
 ) -> None:
     """Print the table."""
     torch.set_num_threads(1)
@@ -121,6 +164,8 @@ def main(
         return print_plans(console, plain)
     if peaks:
         return print_peaks(console, plain)
+    if models:
+        return print_models(console, 3 if quick else rounds)
     options = {"microbatches": _M, "threads_per_device": 1, "progress": False}
     two = baechi.place(copy.deepcopy(plain), _TWO, **options)
     calls = baechi.place(copy.deepcopy(plain), _TWO, **options)
@@ -131,22 +176,111 @@ def main(
         "placed(x)": lambda: whole(calls, ids, targets),
         "one device": lambda: one.step(ids, targets=targets, loss=criterion),
     }
-    found = timed(ways, 3 if quick else rounds)
+    with ExitStack() as stack:
+        for blocks in (3, 4) if peer else ():
+            stages = [First(plain, blocks), Last(plain, blocks)]
+            pipeline = stack.enter_context(Pipeline(stages, ids, targets, criterion, _M))
+            check(pipeline.gradients(), plain, stages, ways["loop"])
+            ways[f"Schedule1F1B, {blocks} blocks first"] = pipeline.run
+        found = timed(ways, 3 if quick else rounds)
+    print_table(console, found, {"step": two, "placed(x)": calls, "one device": one})
+    return None
+
+
+def check(
+    found: list[Tensor], model: nn.Module, stages: list[nn.Module], run: Callable[[], Any]
+) -> None:
+    """Fail unless these are the gradients of the loop."""
+    model.zero_grad()
+    run()
+    wanted = [row.grad for stage in stages for row in stage.parameters()]
+    if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+        raise SystemExit("Schedule1F1B has other gradients than the loop.")
+
+
+def predicted_ns(placed: Any) -> int:
+    """The predicted step."""
+    return placed.schedule.makespan_ns if placed.rhythm is None else placed.rhythm.step_ns
+
+
+def print_table(console: Console, found: Times, placed: dict[str, Any]) -> None:
+    """Each way's time, beside the first's and its prediction."""
     table = Table(
         *("", "devices", "ms", "of the loop", "its processor time"),
         *("predicted ms", "predicted / measured"),
     )
-    placed = {"step": two, "placed(x)": calls, "one device": one}
+    (reference, reference_work), *_ = found.values()
     for name, (seconds, worked) in found.items():
-        row = [name, "1", f"{seconds * 1e3:.1f}"]
-        row += [f"{seconds / found['loop'][0]:.3f}", f"{worked / found['loop'][1]:.3f}"]
+        row = [name, "1", f"{seconds * 1e3:.1f}", f"{seconds / reference:.3f}"]
+        row.append(f"{worked / reference_work:.3f}")
         if name in placed:
-            predicted = placed[name].rhythm.step_ns / 1e9
+            predicted = predicted_ns(placed[name]) / 1e9
             row[1] = str(len(set(placed[name].placement.devices)))
             row += [f"{predicted * 1e3:.1f}", f"{predicted / seconds:.3f}"]
         table.add_row(*row)
     console.print(table)
-    return None
+
+
+class TowersAndTrunk(nn.Module):
+    """Two towers of dense layers that meet in a trunk of as many."""
+
+    def __init__(self, depth: int = 6, width: int = 512) -> None:
+        super().__init__()
+        self.left, self.right, self.trunk = (
+            nn.Sequential(
+                *(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU()))
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of [batch, width], the same shape."""
+        return self.trunk(self.left(x) + self.right(x))
+
+
+def print_models(console: Console, rounds: int) -> None:
+    """Steps with micro-batches beside other ways to place the same model on two devices."""
+    ids = torch.randint(0, 50_257, (_M, 32))
+    tokens = {"input_ids": ids, "labels": ids}
+    rows, wanted = torch.randn(64 * _M, 512), torch.randn(64 * _M, 512)
+    towers = {"x": rows, "targets": wanted, "loss": functional.mse_loss}
+
+    def gpt2_loop(model: nn.Module) -> None:
+        for c in ids.chunk(_M):
+            (model(input_ids=c, labels=c).loss / _M).backward()
+
+    def towers_loop(model: nn.Module) -> None:
+        for c, t in zip(rows.chunk(_M), wanted.chunk(_M), strict=True):
+            (functional.mse_loss(model(c), t) / _M).backward()
+
+    def gpt2_whole(model: nn.Module) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    def towers_whole(model: nn.Module) -> None:
+        functional.mse_loss(model(rows), wanted).backward()
+
+    cases: tuple[tuple[str, nn.Module, dict[str, Any], Any, Any, int], ...] = (
+        ("towers and trunk", TowersAndTrunk(), towers, towers_loop, towers_whole, rounds),
+        ("GPT-2 small", gpt2(dropout=False), tokens, gpt2_loop, gpt2_whole, max(2, rounds // 5)),
+    )
+    for title, plain, arguments, run_loop, run_whole, n in cases:
+        options = {"threads_per_device": 1, "progress": False, "guard": False}
+        turns = baechi.place(copy.deepcopy(plain), _TWO, microbatches=_M, **options)
+        line = baechi.place(
+            copy.deepcopy(plain), _TWO, microbatches=_M, placer="contiguous", **options
+        )
+        unpipelined = baechi.place(copy.deepcopy(plain), _TWO, **options)
+        ways: dict[str, Callable[[], Any]] = {
+            "loop": partial(run_loop, plain),
+            "step": partial(turns.step, **arguments),
+            "step, a line of stages": partial(line.step, **arguments),
+            "the whole batch, placed": partial(run_whole, unpipelined),
+        }
+        found = timed(ways, n)
+        console.print(title)
+        print_table(
+            console, found, dict(zip(list(ways)[1:], (turns, line, unpipelined), strict=True))
+        )
 
 
 def print_peaks(console: Console, plain: nn.Module) -> None:
