@@ -195,11 +195,14 @@ def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> Non
     assert "" in placed._current.graphs.reasons
 
 
-def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).to("cuda:0")
+@pytest.mark.parametrize("devices", [LANES[:1], LANES])
+def test_dropout_in_a_cuda_graph_draws_as_the_eager_one(devices: list[str]) -> None:
+    """On lanes, too, which are one graph and draw in its order."""
+    layers = (nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = nn.Sequential(*layers).to("cuda:0")
     x = torch.randn(32, 64, device="cuda:0")
     reference = copy.deepcopy(model)
-    placed = placed_randomly(model, (x,), {}, LANES[:1], 0, cuda_graphs=True)
+    placed = placed_randomly(model, (x,), {}, devices, 0, cuda_graphs=True)
     for number in range(WARM_UP + 3):
         rows = []
         for module in (reference, placed):

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
-from baechi.runtime.executors.cuda_graphs import Graphs, Statics
+from baechi.runtime.executors.cuda_graphs import GraphedTape, Graphs, Statics
 from baechi.torch_support.storages import (
     crossings,
     cut_up,
@@ -117,20 +117,25 @@ class CudaExecutor:
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
-        used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
-        for lane, is_used in zip(program.lanes, used, strict=True):
+        rows = zip(program.lanes, *(phase.lanes for phase in program.phases), strict=True)
+        used = [lane for lane, *instructions in rows if any(instructions)]
+        in_use = {places[lane.device] for lane in used if places[lane.device].type == "cuda"}
+        self._gpus = gpus = sorted(in_use, key=lambda gpu: gpu.index)  # others get no context
+        for lane in program.lanes:
             place = places[lane.device]
-            own = is_used and place.type == "cuda" and (lane.copies or place in seen)
+            if lane.copies and gpus and place.type != "cuda":
+                place = gpus[0]  # what a CPU gets is brought beside what computes
+            own = lane in used and place.type == "cuda" and (lane.copies or place in seen)
             self._own.append(_stream(place) if own else None)
-            if not lane.copies and is_used:
+            if not lane.copies and lane in used:
                 seen.add(place)
+        pairs = list(zip(program.lanes, self._own, strict=True))
+        # Those that bring a CPU what it reads, and in later phases what it adds up.
+        self._landing = [own for lane, own in pairs if own and places[lane.device].type == "cpu"]
         # GPUs on which several lanes compute.
         self._shared = frozenset(
-            places[lane.device]
-            for lane, own in zip(program.lanes, self._own, strict=True)
-            if own is not None and not lane.copies
+            places[lane.device] for lane, own in pairs if own is not None and not lane.copies
         )
-        self._gpus = gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
@@ -142,7 +147,8 @@ class CudaExecutor:
             (number, row.lane, row.position)
             for number, phase in enumerate(program.phases)
             for row in itertools.chain.from_iterable(phase.lanes)
-            if isinstance(row, Wait) and self._place(row.lane).type == "cuda"
+            if isinstance(row, Wait)
+            and (self._own[row.lane] is not None or self._place(row.lane).type == "cuda")
         ]
         self._spare: list[Events] = []  # of no step that runs
 
@@ -172,25 +178,8 @@ class CudaExecutor:
             for gradient in gradients if self._shared else ():
                 if gradient is not None and gradient.device in self._shared:
                     run.held.add(gradient)  # the caller's memory, which lanes read that are not his
-            rows = self._program.phases[phase]
-            position = [0] * len(rows.lanes)
-            streams = [
-                own if own is not None else run.callers.get(self._place(lane))
-                for lane, own in enumerate(self._own)
-            ]
-            with self._fenced(run):
-                # Inputs of several micro-batches come one after another, which takes less memory.
-                ahead = phase == 0 and len(steps) == 1
-                pinned = self._fetch(step, run, streams) if ahead else ()
-                for lane in rows.launch:
-                    self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
-                    event = events.get((phase, lane, position[lane]))
-                    if event is not None:
-                        event.record(streams[lane])
-                    position[lane] += 1
-                step.fetched.clear()
-                for event in pinned:  # over by now: they began first, and the caller may write
-                    event.synchronize()
+            whole = None if run.graphs is None else run.graphs.whole(step)
+            self._launch_all(steps, phase, whole)
             # Theirs that are copied, until lanes wait for that.
             given = [(each.results, each.grads[:]) for each in steps]
             for each in steps:
@@ -202,6 +191,51 @@ class CudaExecutor:
             del given
             if phase and self._graphs is not None and not step.keep:
                 self._graphs.end(step)
+            run.held.rest()
+
+    def _launch_all(
+        self, steps: Sequence[Step], phase: int, whole: GraphedTape | None = None
+    ) -> None:
+        """The instructions of a phase, between fences; or one graph of all, on the caller's stream.
+
+        Their waits are in the graph, and the lanes' own streams have no part in its replays.
+        """
+        step = steps[0]
+        run: _StepRun = step.own
+        rows = self._program.phases[phase]
+        position = [0] * len(rows.lanes)
+        streams = [
+            own if own is not None and whole is None else run.callers.get(self._place(lane))
+            for lane, own in enumerate(self._own)
+        ]
+        with self._fenced(run, self._lanes if whole is None else ()):
+            # Inputs of several micro-batches come one after another, which takes less memory.
+            ahead = phase == 0 and len(steps) == 1
+            pinned = self._fetch(step, run, streams) if ahead else ()
+            for event in run.arrivals.values() if whole is not None else ():
+                torch.cuda.current_stream(self._gpus[0]).wait_event(event)
+            if whole is not None:
+                (whole.backward if phase else whole.forward)(step)
+            for lane in rows.launch if whole is None else ():
+                self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
+                event = run.events.get((phase, lane, position[lane]))
+                if event is not None:
+                    event.record(streams[lane])
+                position[lane] += 1
+            step.fetched.clear()
+            # What came from pinned memory is over by now: it began first, and the caller may write.
+            for event in (*pinned, *(lane.record_event() for lane in self._landing)):
+                event.synchronize()
+
+    def _together(self, step: Step, phase: int) -> None:
+        """Launch a phase to be captured; or eagerly, where that fails."""
+        with self._turn(step) as (_, events):
+            if step.own is None:
+                step.own = _StepRun(self._current(), None)
+            run: _StepRun = step.own
+            run.events = events
+            run.held.wake()
+            self._launch_all([step], phase)
             run.held.rest()
 
     @contextlib.contextmanager
@@ -228,9 +262,8 @@ class CudaExecutor:
     def _begun(self, steps: Sequence[Step], alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         may = alone and not self._is_captured()
-        replayed = self._graphs is not None and may and self._graphs.begin(steps[0])
-        callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
-        run = _StepRun(callers, self._graphs if replayed else None)
+        replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
+        run = _StepRun(self._current(), self._graphs if replayed else None)
         for step in steps:
             step.own = run
             step.apart = step.apart or bool(self._gpus)
@@ -346,10 +379,14 @@ class CudaExecutor:
         if tensor.device == place:
             moved = cut_up(tensor, tensors)
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
-            if maker is not None:
-                maker.synchronize()
-            part = once(tensor)  # at once: of pinned memory, too, which the caller may write
-            moved = cut_up(laid_out(part.to(place), part, tensor), tensors)
+            part = once(tensor)
+            if tensor.layout is torch.strided and step.meter is None:
+                there = self._through_pinned(part, place)
+            else:
+                if maker is not None:
+                    maker.synchronize()
+                there = part.to(place)  # at once: of pinned memory, too, which is the caller's
+            moved = cut_up(laid_out(there, part, tensor), tensors)
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
@@ -369,6 +406,22 @@ class CudaExecutor:
         if reader is not None:
             run.held.add(moved[0])  # all are views of one storage
         return moved
+
+    def _through_pinned(self, part: torch.Tensor, place: torch.device) -> torch.Tensor:
+        """The same on the other side, between a CPU and a GPU, and the host waits for nothing.
+
+        torch gives pinned memory to others when the copies that it knows of have ended.
+        """
+        pinned = torch.empty_like(part, device="cpu", pin_memory=True)
+        if not part.is_cuda:
+            return pinned.copy_(part).to(place, non_blocking=True)
+        lane = torch.cuda.current_stream(self._gpus[0])
+        source = self._out.get(part.device, lane)
+        join([lane], [source])
+        with torch.cuda.stream(source):
+            pinned.copy_(part, non_blocking=True)
+        join([source], [lane])
+        return pinned
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
@@ -401,13 +454,15 @@ class CudaExecutor:
         """True if its memory may belong to a stream other than the caller's, or to a graph."""
         return run.graphs is not None or tensor.device in self._shared or tensor in run.held
 
+    def _current(self) -> dict[torch.device, torch.cuda.Stream]:
+        return {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
+
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
         """The streams of this call's caller and of the forward's."""
-        now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
-        return list(dict.fromkeys((*now, *run.callers.values())))
+        return list(dict.fromkeys((*self._current().values(), *run.callers.values())))
 
     @contextlib.contextmanager
-    def _fenced(self, run: _StepRun) -> Iterator[None]:
+    def _fenced(self, run: _StepRun, lanes: Iterable[torch.cuda.Stream]) -> Iterator[None]:
         """Every lane begins after the caller's streams, and at the end all wait for all.
 
         Autograd calls from a thread of its own, with current streams of its own; and it waits for
@@ -419,7 +474,7 @@ class CudaExecutor:
         for gpu, event in () if self._is_captured() else self._ends.items():
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
-        every = [*callers, *self._lanes]
+        every = [*callers, *lanes]
         join(callers, every)
         try:
             yield
