@@ -28,7 +28,7 @@ from typing import Final, final
 import torch
 from torch import fx, nn
 
-from baechi.costs.timers import rounds
+from baechi.costs.timers import CudaTimer, rounds
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import OpCost, Profile
@@ -67,7 +67,6 @@ _ROWS: Final = 32
 _WIDTH: Final = 256
 _WARM_UP_STEPS: Final = 3
 _STEPS: Final = 16
-_LAUNCHES: Final = 500
 
 
 @final
@@ -230,14 +229,8 @@ def graph_launch_ns(gpu: torch.device) -> int:
     """The host's time for the launch of a CUDA graph of one kernel, measured once in a process."""
     x = torch.ones(16, device=gpu)
     replay = CudaRecorder(gpu).record(partial(x.add_, 1), 0)
-    replay()
-    torch.cuda.synchronize(gpu)
-    start = time.perf_counter_ns()
-    for _ in range(_LAUNCHES):
-        replay()
-    ns = (time.perf_counter_ns() - start) // _LAUNCHES
-    torch.cuda.synchronize(gpu)  # before the graph goes
-    return ns
+    (reading,) = CudaTimer(gpu).time([lambda n: [replay] * n], single=True)
+    return reading.launch_ns
 
 
 def handover(names: Sequence[str] = ("cpu:0", "cpu:1")) -> Link:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster
+from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
@@ -64,17 +64,14 @@ def tape_links(
     Lanes of one GPU are one graph, in which nothing is handed over.
     """
     together = len(set(places)) == 1 and places[0].type == "cuda"
-    hosted = [bool(row.host) and row.launches_ahead for row in cluster.devices]
-    links = tuple(
-        tuple(
-            replace(link, overhead_ns=0 if together else link.overhead_ns + launch_ns)
-            if link and by_host
-            else link
-            for link, by_host in zip(row, hosted, strict=True)
-        )
-        for row in cluster.links
-    )
-    return replace(cluster, links=links)
+
+    def launched(link: Link | None, device: Device) -> Link | None:
+        if link is None or not (device.host and device.launches_ahead):
+            return link
+        return replace(link, overhead_ns=0 if together else link.overhead_ns + launch_ns)
+
+    rows = (tuple(map(launched, row, cluster.devices)) for row in cluster.links)
+    return replace(cluster, links=tuple(rows))
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:

@@ -296,9 +296,7 @@ class GraphedTape:
     def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
         """The function recorded; or `None`, and the reason is noted."""
         caching = torch.is_autocast_cache_enabled()
-        if any(
-            map(torch.is_autocast_enabled, ("cuda", "cpu"))
-        ):  # else compiled code would guard it
+        if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):  # else compiled code would guard
             torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
             return self.recorder.record(function, rank)

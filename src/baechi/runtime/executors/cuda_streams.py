@@ -300,11 +300,9 @@ class CudaExecutor:
         for code in self.bound.tapes:
             for index in code.inputs:
                 tensor, reader = step.inputs[index], streams[code.device]
-                if (
-                    reader is None
-                    or tensor.device == code.place
-                    or tensor.layout is not torch.strided
-                ):
+                if reader is None or tensor.device == code.place:
+                    continue
+                if tensor.layout is not torch.strided:
                     continue
                 with torch.cuda.stream(reader):
                     room = torch.empty_like(tensor, device=code.place, requires_grad=False)
