@@ -102,7 +102,7 @@ def test_lanes_of_one_gpu_draw_eagerly() -> None:
 
 
 def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     x = torch.ones(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     places = [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -539,11 +539,10 @@ def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder
     While something is captured the allocator gives nothing back, and the eager steps before have
     left as much in its cache as the graphs will take. Those of one logical device, for training and
     for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
-    for each, and a lane replays one graph at a time. They are drawn now, beside the lanes' own:
-    torch hands out its 32 in turn, and what was captured on the stream of another lane would share
-    a workspace with what runs there.
+    for each, and a lane replays one graph at a time. Another priority has 32 streams of its own in
+    torch, so that no lane's is among them.
     """
-    streams = {device: torch.cuda.Stream(gpu) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
+    streams = {device: torch.cuda.Stream(gpu, priority=-1) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
 
     def recorder(device: int) -> CudaRecorder:
         torch.cuda.empty_cache()

@@ -13,10 +13,10 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, final
 
 import torch
@@ -83,7 +83,8 @@ class _StepRun:
     """The state of one step that runs."""
 
     callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
-    graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
+    own: Streams  # those of all other lanes
+    graphs: Graphs | None = None  # the tapes as CUDA graphs, if the step is replayed
     events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)  # of inputs that come
@@ -115,20 +116,20 @@ class CudaExecutor:
         self._busy = threading.RLock()
         self._running: list[Step] = []
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
-        seen: set[torch.device] = set()
-        self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
         rows = zip(program.lanes, *(phase.lanes for phase in program.phases), strict=True)
         used = [lane for lane, *instructions in rows if any(instructions)]
         in_use = {places[lane.device] for lane in used if places[lane.device].type == "cuda"}
         self._gpus = gpus = sorted(in_use, key=lambda gpu: gpu.index)  # others get no context
+        seen: Counter[torch.device] = Counter()
+        self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
         for lane in program.lanes:
             place = places[lane.device]
             if lane.copies and gpus and place.type != "cuda":
                 place = gpus[0]  # what a CPU gets is brought beside what computes
             own = lane in used and place.type == "cuda" and (lane.copies or place in seen)
-            self._own.append(_stream(place) if own else None)
-            if not lane.copies and lane in used:
-                seen.add(place)
+            self._own.append(shared_stream(place, seen[place]) if own else None)
+            if lane in used:
+                seen[place] += 1
         pairs = list(zip(program.lanes, self._own, strict=True))
         # Those that bring a CPU what it reads, and in later phases what it adds up.
         self._landing = [own for lane, own in pairs if own and places[lane.device].type == "cpu"]
@@ -136,7 +137,8 @@ class CudaExecutor:
         self._shared = frozenset(
             places[lane.device] for lane, own in pairs if own is not None and not lane.copies
         )
-        self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
+        # Where copies leave a GPU.
+        self._out = {gpu: shared_stream(gpu, -1) for gpu in gpus if len(gpus) > 1}
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
             # one with several lanes, submodules that stay whole give them where they run. That
@@ -151,6 +153,11 @@ class CudaExecutor:
             and (self._own[row.lane] is not None or self._place(row.lane).type == "cuda")
         ]
         self._spare: list[Events] = []  # of no step that runs
+
+    @cached_property
+    def _inside(self) -> Streams:
+        """Those of lanes that are captured, which no other thread may use meanwhile."""
+        return [own and torch.cuda.Stream(own.device, priority=-1) for own in self._own]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -206,9 +213,9 @@ class CudaExecutor:
         position = [0] * len(rows.lanes)
         streams = [
             own if own is not None and whole is None else run.callers.get(self._place(lane))
-            for lane, own in enumerate(self._own)
+            for lane, own in enumerate(run.own)
         ]
-        with self._fenced(run, self._lanes if whole is None else ()):
+        with self._fenced(run, (*filter(None, run.own), *self._out.values()) if not whole else ()):
             # Inputs of several micro-batches come one after another, which takes less memory.
             ahead = phase == 0 and len(steps) == 1
             pinned = self._fetch(step, run, streams) if ahead else ()
@@ -231,7 +238,7 @@ class CudaExecutor:
         """Launch a phase to be captured; or eagerly, where that fails."""
         with self._turn(step) as (_, events):
             if step.own is None:
-                step.own = _StepRun(self._current(), None)
+                step.own = _StepRun(self._current(), self._inside)
             run: _StepRun = step.own
             run.events = events
             run.held.wake()
@@ -261,9 +268,11 @@ class CudaExecutor:
 
     def _begun(self, steps: Sequence[Step], alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
-        may = alone and not self._is_captured()
+        captured = self._is_captured()
+        may = alone and not captured
         replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
-        run = _StepRun(self._current(), self._graphs if replayed else None)
+        own = self._inside if captured else self._own
+        run = _StepRun(self._current(), own, self._graphs if replayed else None)
         for step in steps:
             step.own = run
             step.apart = step.apart or bool(self._gpus)
@@ -295,7 +304,7 @@ class CudaExecutor:
         would make lanes of both wait for each other. The memory is the reader's, who waits.
         """
         pinned = []
-        rows = zip(self._program.lanes, self._own, strict=True)
+        rows = zip(self._program.lanes, run.own, strict=True)
         copies = {lane.device: own for lane, own in rows if lane.copies and own is not None}
         for code in self.bound.tapes:
             for index in code.inputs:
@@ -558,6 +567,11 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _stream(place: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+@cache
+def shared_stream(gpu: torch.device, number: int) -> torch.cuda.Stream:  # noqa: ARG001
+    """One for all plans of a process: torch hands out 32 in turn, which a few plans would use up.
+
+    What another plan does there comes before or after, as in any stream; no capture is on it.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
     return stream
