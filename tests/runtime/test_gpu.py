@@ -183,6 +183,18 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     assert "" in placed._current.graphs.reasons
 
 
+def test_lanes_of_a_gpu_that_are_not_measured_are_one_lane() -> None:
+    x = torch.randn(8, 256, device="cuda:0")
+    placed = baechi.place(
+        *(Branches().to("cuda:0"), LANES[:2]),
+        example_args=(x,),
+        costs="estimate",
+        checkpoint="rows.*",
+        progress=False,
+    )
+    assert len(set(placed._current.placement.devices)) == 1
+
+
 def test_plans_share_their_streams_but_those_of_captures() -> None:
     """torch has 32 of a GPU, and gives the first again after the last."""
     x = torch.randn(8, 256, device="cuda:0")
