@@ -485,7 +485,7 @@ def test_short_kernels_are_bound_by_their_launches_and_graphs_are_not() -> None:
         ),
         pytest.param(
             *(["cuda:0", "cuda:1"], True, False),
-            {"Create": 53, "Record": 69, "Wait": 71, "Copy": 3},
+            {"Create": 54, "Record": 70, "Wait": 72, "Copy": 3},
             marks=pytest.mark.multigpu,
         ),
     ],
