@@ -4,16 +4,15 @@ Nothing is waited for while the clock runs, so the GPU's own time is in no figur
 
     segment    a chain of linear operators, cut everywhere between two lanes of one GPU, less the
                same chain in two segments, for each further segment; forward and backward apart
-    hand-over  the mean of both: each segment of the chain begins with one. `HANDOVER_NS` is the
-               clock's guess; what crosses to another GPU takes more (`several.py`)
-    graph      the same difference where each tape is a CUDA graph: `GRAPH_LAUNCH_NS` is the guess
-               for the graph beside a hand-over
+    hand-over  the mean of both: each segment of the chain begins with one; beside it what `probe`
+               found, which the clock takes. What crosses to another GPU takes more (`several.py`)
+    graph      the launch of a CUDA graph of one kernel, as `place` measures it; and what a further
+               segment adds to a step whose lanes are one graph: to the host, and on the GPU
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from benchmarks.gpu_check.check import Check
 from torch import Tensor, nn
 
 import baechi
+from baechi.probing.link_probe import graph_launch_ns
 from baechi.runtime.executors.cuda_graphs import WARM_UP
-from baechi.torch_support.graph_capture import CudaRecorder
 
 _PLACE = "cuda:0"
 _LANES = ("cuda:0/a", "cuda:0/b")
@@ -36,7 +35,6 @@ def run(check: Check) -> None:
     check.case("operator of a model", lambda: model_operator(steps))
     check.case("segment", lambda: segments(layers, steps))
     check.case("graph", lambda: graphs(layers, steps))
-    check.case("graph alone", lambda: {"replay_us": replay_us(n)})
     check.case("call", lambda: call(steps))
 
 
@@ -68,10 +66,12 @@ def segments(layers: int, steps: int, devices: Sequence[str] = _LANES) -> dict[s
     counts = [sum(len(phase.segments) for phase in each.program.phases) / 2 for each in placed]
     (few_f, few_b), (many_f, many_b) = (_forward_backward(each, x, steps) for each in placed)
     more = counts[1] - counts[0]
+    link = baechi.probe(list(devices)).links[0][1]
     found = {
         "segment_forward_us": (many_f - few_f) / more,
         "segment_backward_us": (many_b - few_b) / more,
         "handover_us": (many_f - few_f + many_b - few_b) / more / 2,
+        "probed_us": link.overhead_ns / 1e3 if link else None,
         "segments": int(counts[1]),
     }
     for each in placed:
@@ -80,7 +80,7 @@ def segments(layers: int, steps: int, devices: Sequence[str] = _LANES) -> dict[s
 
 
 def graphs(layers: int, steps: int) -> dict[str, Any]:
-    """What a further graph adds to a forward: of the host, and of the time on the GPU."""
+    """The launch of a graph, and what a further segment adds inside of one."""
     x = torch.randn(4, 64, device=_PLACE)
     found = []
     for cut in (layers, 1):
@@ -95,25 +95,11 @@ def graphs(layers: int, steps: int) -> dict[str, Any]:
         placed.unplace()
     (few, few_host, few_device), (many, many_host, many_device) = found
     return {
-        "graph_launch_us": (many_host - few_host) / (many - few),
-        "graph_device_us": (many_device - few_device) / (many - few),
-        "graphs": many,
+        "graph_launch_us": graph_launch_ns(torch.device(_PLACE)) / 1e3,
+        "segment_inside_us": (many_host - few_host) / (many - few),
+        "segment_inside_device_us": (many_device - few_device) / (many - few),
+        "segments": many,
     }
-
-
-def replay_us(n: int) -> float:
-    """The launch of a graph of one kernel, without anything of Baechi's around it."""
-    x = torch.ones(16, device=_PLACE)
-    replay = CudaRecorder(torch.device(_PLACE)).record(partial(_add, x), 0)
-    replay()
-    torch.cuda.synchronize()
-    found = _host_us(lambda: [replay() for _ in range(n)]) / n
-    torch.cuda.synchronize()
-    return found
-
-
-def _add(x: Tensor) -> None:
-    x.add_(1)
 
 
 def call(steps: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ _WIDE: Final = ("gpus", "versions", "settings", "driver", "processes", "text")
 _COMMON: Final = ("step", "case", "status", "seconds", "error")
 # In `records/cluster.py` and `runtime/executors/capture_rules.py`; not imported, since a run whose
 # steps all fail, because Baechi is not installed, has a page, too.
-_GUESSES: Final = {"hand-over": "HANDOVER_NS is 15 us", "graph": "GRAPH_LAUNCH_NS is 10 us"}
 
 
 def unusable(rows: Sequence[Row]) -> bool:
@@ -118,9 +117,8 @@ def _tracked(rows: Sequence[Row]) -> list[str]:
         f" 1  host, an operator                     {one('host', 'operator_us')}",
         f" 2  host, a segment, forward, backward    {pair}",
         f" 3  host, a hand-over, to another GPU      {one('host', 'handover_us')},"
-        f" {one('several', 'crossing_us')} ({_GUESSES['hand-over']})",
-        f" 4  host, a CUDA graph                    {one('host', 'graph_launch_us')}"
-        f" ({_GUESSES['graph']})",
+        f" {one('several', 'crossing_us')} (probe: {one('host', 'probed_us')})",
+        f" 4  host, a CUDA graph                    {one('host', 'graph_launch_us')}",
         f" 5  timer against CUPTI                   {spread(figures('timer', 'off_by'))}",
         f" 6  prediction as graphs                  {spread(errors)}",
         " 7  eager, measured over predicted        "

@@ -23,6 +23,7 @@ from baechi.errors import InfeasibleError, InputError, with_text
 from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
+from baechi.probing.link_probe import graph_launch_ns
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
@@ -175,9 +176,14 @@ def place(
     cluster = cluster if target is None else within_memory(cluster, target)
     places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
+    gpus = [place for place in places if place.type == "cuda"]
+    one_gpu = bool(gpus) and len(set(places)) == 1
+    if one_gpu and placer == "auto" and guard and (checkpoint is not None or cutting.n > 1):
+        placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
-        cluster = tape_links(cluster)
+        measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
+        cluster = tape_links(cluster, places, *measured)
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and dynamic
     say = _say if progress else lambda _: None
     planner = _Planner(

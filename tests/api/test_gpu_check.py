@@ -1,10 +1,12 @@
 """`python3 -m benchmarks.gpu_check`: whatever a step does, the others run and the page is there."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.steps import STEPS, Step
 
@@ -128,6 +130,22 @@ def test_some_steps_by_name(run: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{step.name:14}{step.limit_s:4} s  {step.claim}" in listed for step in STEPS)
+
+
+@pytest.mark.parametrize("module", sorted({step.module for step in STEPS}))
+def test_every_step_is_there_with_all_that_it_imports(module: str) -> None:
+    assert callable(importlib.import_module(module).run)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_the_command_tells_why_there_is_no_gpu(tmp_path: Path) -> None:
+    assert main(["--quick", "--out", str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["step"] for row in rows} == {"environment"}
+    (wrong,) = (row for row in rows if row["status"] not in ("ok", "skip"))
+    assert wrong["case"] == "torch"
+    assert wrong["error"].startswith("no GPU can be used: torch ")
 
 
 @pytest.mark.gpu

@@ -92,10 +92,11 @@ def test_nothing_is_measured_where_every_launch_is_waited_for(monkeypatch) -> No
         pytest.raises(baechi.InputError, match="profiler of torch"),
     ):
         baechi.profile(traced, DEVICE, cache=False, progress=False)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(baechi.InputError, match="CUDA_LAUNCH_BLOCKING is set"):
-        baechi.profile(traced, DEVICE, cache=False, progress=False)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_INJECTION64_PATH"):
+        monkeypatch.setenv(name, "1")
+        with pytest.raises(baechi.InputError, match=f"{name} is set"):
+            baechi.profile(traced, DEVICE, cache=False, progress=False)
+        monkeypatch.setenv(name, "0")
     assert baechi.profile(traced, DEVICE, cache=False, progress=False).costs[-1].forward_ns >= 0
 
 

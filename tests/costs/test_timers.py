@@ -108,11 +108,14 @@ class Player:
     def __init__(self) -> None:
         self.host = self.stream = self.worked = 0.0
         self.streams = 0  # how many were made
+        self.drain = 0.0  # how long after a kernel an event comes
+        self.drains = False
 
     def launch(self, took: float, launching: float) -> None:
         self.host += launching
         self.stream = max(self.stream, self.host) + took
         self.worked += took
+        self.drains = True
 
     def sleep(self, cycles: int) -> None:
         self.launch(cycles / (SLOW if self.worked < RAMP_NS else FAST), 2_000)
@@ -127,7 +130,8 @@ class Event:
     at: float = 0.0
 
     def record(self) -> None:
-        self.player.launch(500, 1_000)
+        self.player.launch(500 + self.player.drain * self.player.drains, 1_000)
+        self.player.drains = False
         self.at = self.player.stream
 
     def elapsed_time(self, end: "Event") -> float:
@@ -182,6 +186,16 @@ def test_launching_is_in_no_reading(player: Player, took: float, launching: floa
     (reading,) = CudaTimer(DEVICE).time([kernels(player, took, launching)])
     assert reading.ns == pytest.approx(took, rel=0.01)
     assert reading.launch_ns == launching
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_what_lies_between_a_kernel_and_an_event_is_in_no_reading(
+    player: Player, single: bool
+) -> None:
+    player.drain = 1_500
+    preparations = [kernels(player, took, 3_000) for took in (4_000, 100_000)]
+    readings = CudaTimer(DEVICE).time(preparations, single=single)
+    assert [reading.ns for reading in readings] == pytest.approx([4_000, 100_000], rel=0.02)
 
 
 def test_timers_of_a_device_capture_on_one_stream(player: Player) -> None:

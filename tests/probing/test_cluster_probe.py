@@ -1,6 +1,7 @@
 """What a machine has: names, capacities, links."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from baechi.probing import cluster_probe, link_probe
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
     SIZES,
+    LinkFit,
     copy_times_ns,
     first_broken_size,
     fit_link,
+    graph_launch_ns,
     handover,
 )
-from baechi.records.cluster import HANDOVER_NS
 from baechi.torch_support.torch_devices import blas_bytes, torch_device
 
 CPU = torch.device("cpu")
@@ -82,16 +84,35 @@ def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -
         "torch_device": lambda name: torch.device(name.split("/")[0]),
         "_free_bytes": lambda *_: 5,
         "device_kind": lambda place: place.type,
-        "_links": lambda names, _: (((Link(0, 1),) * len(names),) * len(names), {}),
+        "lane_ns": lambda _: 0,
+        "_fit": lambda *_: LinkFit(Link(0, 1), (), 0.0, 0),
+        "_handover": lambda pair: Link(0, 1, 7 if "/" in pair[0] else 9),
     }.items():
         monkeypatch.setattr(cluster_probe, name, value)
     own = baechi.Device("cuda:2", 5)
     cluster = baechi.probe(["cuda:0/a", "cuda:0/b", "cuda:1", "cpu:0", own])
     assert [device.host for device in cluster.devices] == ["python"] * 3 + ["", ""]
     assert all(device.launches_ahead for device in cluster.devices)
-    # What a GPU with a host receives takes that host's time.
-    for row in cluster.links:
-        assert [link and link.overhead_ns for link in row] == [HANDOVER_NS] * 3 + [0, 0]
+    # What a GPU with a host receives takes that host's time: of a lane or a CPU, or of another GPU.
+    overheads = [
+        [-1 if link is None else link.overhead_ns for link in row] for row in cluster.links
+    ]
+    assert overheads == [
+        [-1, 7, 9, 0, 0],
+        [7, -1, 9, 0, 0],
+        [9, 9, -1, 0, 0],
+        [7, 7, 7, -1, 0],
+        [9, 9, 9, 0, -1],
+    ]
+
+
+@pytest.mark.gpu
+def test_a_gpu_receives_and_launches_in_measured_times() -> None:
+    cluster = baechi.probe(["cuda:0/a", "cuda:0/b"])
+    link = cluster.links[0][1]
+    assert link is not None
+    assert 0 < link.overhead_ns < 100_000_000
+    assert 0 < graph_launch_ns(torch.device("cuda:0")) < 10_000_000
 
 
 def test_without_names_there_is_always_a_device() -> None:
@@ -133,7 +154,8 @@ def unmeasured() -> Iterator[None]:
 @pytest.mark.usefixtures("unmeasured")
 def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(cluster_probe, "handover", lambda: calls.append(1) or handed(33, 7))
+    found = cache(lambda: calls.append(1) or handed(33, 7))
+    monkeypatch.setattr(cluster_probe, "_handover", found)
     survey = cluster_probe.survey([f"cpu:{index}" for index in range(4)])
     assert len(calls) == 1
     assert survey.cluster.uniform_link == handed(33, 7)
@@ -143,15 +165,15 @@ def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyP
 
 
 def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("nothing is handed over"))
+    monkeypatch.setattr(cluster_probe, "_handover", lambda: pytest.fail("nothing is handed over"))
     assert baechi.probe("cpu:0").links == ((None,),)
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_process_measures_a_hand_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_probe, "handover", lambda: handed(33, 7))
+    monkeypatch.setattr(link_probe, "_steps", lambda _modules, _x: [(1000, 900), (2000, 1800)])
     first = baechi.probe(["cpu:0", "cpu:1"])
-    monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("it is known"))
+    monkeypatch.setattr(link_probe, "_steps", lambda *_: pytest.fail("it is known"))
     assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
 
 

@@ -12,7 +12,12 @@ from torch.nn import functional
 
 import baechi
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import check_wish, obstacle
+from baechi.runtime.executors.capture_rules import (
+    GRAPH_LAUNCH_NS,
+    check_wish,
+    obstacle,
+    tape_links,
+)
 from baechi.runtime.executors.cuda_graphs import Graphs
 
 
@@ -97,7 +102,7 @@ def test_lanes_of_one_gpu_draw_eagerly() -> None:
 
 
 def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     x = torch.ones(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     places = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -111,6 +116,20 @@ def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPa
         threads = "torch.compile keeps no graph for the threads of several devices"
         assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}
         placed.unplace()
+
+
+@pytest.mark.parametrize(
+    ("names", "overhead_ns"),
+    [(["cuda:0/a", "cuda:0/b"], 0), (["cuda:0", "cuda:1"], 30 + GRAPH_LAUNCH_NS)],
+)
+def test_lanes_of_one_gpu_hand_nothing_over_in_a_graph(names: list[str], overhead_ns: int) -> None:
+    rows = [baechi.Device(name, 1, host="python") for name in names]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(5, 10**9, overhead_ns=30))
+    places = [torch.device(name.split("/")[0]) for name in names]
+    link = tape_links(cluster, places).links[0][1]
+    assert link == baechi.Link(5, 10**9, overhead_ns=overhead_ns)
+    if overhead_ns:
+        assert tape_links(cluster, places, 7).links[0][1].overhead_ns == 37
 
 
 def test_a_wish_that_no_device_fulfils_is_refused() -> None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,8 @@ def replaying(
     placed: baechi.PlacedModule,
     refuse: Callable[[], bool] = lambda: False,
     ranks: list[int] | None = None,
+    *,
+    whole: bool = False,
 ) -> Graphs:
     """Let a placed module run as on CUDA with graphs, with a recorder for CPUs."""
     executable = placed._current
@@ -51,6 +54,7 @@ def replaying(
         bound,
         executable.places,
         recorder=lambda _: CpuRecorder(refuse, noted),
+        whole=whole,
     )
     executable.close()
     executable.program = program
@@ -86,6 +90,7 @@ def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
 _SLOW = ("gpt2", "t5", "inception", "resnet_train", "lstm_lm", "awkward")
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("name", "n_devices"),
     [
@@ -94,12 +99,12 @@ _SLOW = ("gpt2", "t5", "inception", "resnet_train", "lstm_lm", "awkward")
         *(pytest.param(name, n, marks=pytest.mark.slow) for name in _SLOW for n in (1, 2)),
     ],
 )
-def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -> None:
+def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int, whole: bool) -> None:
     torch.manual_seed(0)
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     reference = copy.deepcopy(model)
     placed = placed_at_random(model, args, kwargs, 3, n_devices)
-    graphs = replaying(placed)
+    graphs = replaying(placed, whole=whole)
     assert any(not reason for reason in graphs.reasons)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-4) for m in (reference, placed)]
     for number in range(STEPS):
@@ -112,6 +117,23 @@ def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -
             optimizer.step()
         for one, two in zip(*rows, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fails", [1, 2])  # the forward, the backward
+def test_lanes_that_are_no_common_graph_are_graphs_of_their_own(fails: int) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = zoo.MODELS["towers"]()
+    reference, count = copy.deepcopy(model), itertools.count(1)
+    placed = placed_at_random(model, args, kwargs, 3, 3)
+    graphs = replaying(placed, lambda: next(count) == fails, ranks := [], whole=True)
+    for number in range(2 * WARM_UP + 3):
+        given, named = other((args, kwargs), number)
+        rows = [step(module, given, named) for module in (reference, placed)]
+        for one, two in zip(*rows, strict=True):
+            torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+        if number == WARM_UP + 1:
+            assert graphs.remarks[0].startswith("its lanes are no common CUDA graph: it could not")
+    assert len(ranks) > 3
 
 
 class Tied(nn.Module):
@@ -318,10 +340,11 @@ def test_a_step_that_never_goes_backward_is_forgotten() -> None:
     _, placed, graphs = two_heads()
     warm(placed)
     outputs = placed(torch.randn(4, 8))
-    assert not graphs.begin(_like(placed))  # it may still go backward
+    launch = placed._current._executor._together
+    assert not graphs.begin(_like(placed), launch)  # it may still go backward
     del outputs
     gc.collect()
-    assert graphs.begin(_like(placed))
+    assert graphs.begin(_like(placed), launch)
 
 
 def _like(placed: baechi.PlacedModule) -> Any:
@@ -579,8 +602,8 @@ def test_measured_steps_are_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
     begin = Graphs.begin
 
-    def noted(self: Graphs, step: Any) -> bool:
-        replayed = begin(self, step)
+    def noted(self: Graphs, step: Any, launch: Any) -> bool:
+        replayed = begin(self, step, launch)
         if step.meter is None:
             begun.append(replayed)
         return replayed

@@ -183,6 +183,34 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     assert "" in placed._current.graphs.reasons
 
 
+def test_lanes_of_a_gpu_that_are_not_measured_are_one_lane() -> None:
+    x = torch.randn(8, 256, device="cuda:0")
+    placed = baechi.place(
+        *(Branches().to("cuda:0"), LANES[:2]),
+        example_args=(x,),
+        costs="estimate",
+        checkpoint="rows.*",
+        progress=False,
+    )
+    assert len(set(placed._current.placement.devices)) == 1
+
+
+def test_plans_share_their_streams_but_those_of_captures() -> None:
+    """torch has 32 of a GPU, and gives the first again after the last."""
+    x = torch.randn(8, 256, device="cuda:0")
+    owns, captures = [], []
+    for seed in range(3):
+        placed = placed_randomly(Branches().to("cuda:0"), (x,), {}, LANES, seed, cuda_graphs="auto")
+        for _ in range(WARM_UP + 1):
+            step(placed, (x,), {})
+        executor = placed._current._executor
+        owns.append({stream.cuda_stream for stream in executor._own if stream})
+        captures += [stream.cuda_stream for stream in executor._inside if stream]
+    assert owns[0] == owns[1] == owns[2]
+    assert len(set(captures)) == len(captures) >= 6
+    assert not owns[0].intersection(captures)
+
+
 def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> None:
     model, x = nn.Linear(8, 8).to("cuda:0"), torch.randn(4, 8, device="cuda:0")
     options = {"cuda_graphs": "auto", "compile": {"backend": "aot_eager"}, "progress": False}
@@ -195,11 +223,14 @@ def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> Non
     assert "" in placed._current.graphs.reasons
 
 
-def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).to("cuda:0")
+@pytest.mark.parametrize("devices", [LANES[:1], LANES])
+def test_dropout_in_a_cuda_graph_draws_as_the_eager_one(devices: list[str]) -> None:
+    """On lanes, too, which are one graph and draw in its order."""
+    layers = (nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = nn.Sequential(*layers).to("cuda:0")
     x = torch.randn(32, 64, device="cuda:0")
     reference = copy.deepcopy(model)
-    placed = placed_randomly(model, (x,), {}, LANES[:1], 0, cuda_graphs=True)
+    placed = placed_randomly(model, (x,), {}, devices, 0, cuda_graphs=True)
     for number in range(WARM_UP + 3):
         rows = []
         for module in (reference, placed):

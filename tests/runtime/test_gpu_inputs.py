@@ -103,6 +103,26 @@ def test_an_input_comes_from_another_gpu(cuda_graphs: Any) -> None:
         torch.testing.assert_close(step(placed, *places), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("devices", [["cuda:0", "cpu:0"], ["cpu:0", "cuda:0"]])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_what_crosses_to_or_from_a_cpu_does_not_wait_for_streams(devices: list[str]) -> None:
+    """Only a CPU's own turn waits, for the event of what it reads."""
+    reference, placed = placed_late(devices)
+    for number in range(3):
+        x = torch.randn(8, 64, device=devices[0])
+        wanted = torch.full((8, 64), float(number), device=devices[1])
+        expected = step(reference, x.to("cuda:0"), wanted.to("cuda:0"))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            placed.zero_grad()
+            loss = placed(x, wanted)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = [loss.detach().cpu(), *(p.grad.cpu() for p in placed.parameters())]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
 def test_an_input_of_the_host_gets_its_gradient(devices: list[str]) -> None:
     traced = baechi.trace(nn.Linear(8, 8), (torch.ones(4, 8, requires_grad=True),))

@@ -23,6 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.runtime.executors.cuda_streams import shared_stream
+
 _CPU = torch.device("cpu")
 # What they are given tells a shape alone.
 _FACTORY = re.compile(r"aten::(new_.*|.*_like)$")
@@ -177,6 +179,7 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         finally:
             sanitizer.current = before
 
+    shared_stream.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
@@ -186,6 +189,7 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with sanitizer:
             yield sanitizer
+    shared_stream.cache_clear()
 
 
 def driver_too_old(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> None:

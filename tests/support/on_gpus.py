@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def placed_randomly(
     rows = [baechi.Device(name, memory) for name in devices]
     cluster = baechi.Cluster.connected(rows, baechi.Link(10_000, 10**10))
     placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
+
+
+def placed_as(
+    model: nn.Module, args: Any, devices: list[str], device_of: Callable[[int], int], **options: Any
+) -> baechi.PlacedModule:
+    """Every operator, by its number, on a device; its backward is there, too."""
+    traced = baechi.trace(model, args)
+    costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=True)
+    rows = [baechi.Device(name, "4GiB") for name in devices]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(10_000, 10**10))
+    own = [device_of(op) for op in range(len(traced.ops))]
+    groups = {op.group: own[i] for i, op in enumerate(traced.ops) if op.group}
+    own = [groups.get(op.group, own[i]) for i, op in enumerate(traced.ops)]
+    every = (*own, own[-1], *(own[op] for op in traced.backward_ops))
+    placement = baechi.Placement(graph.digest, every, tuple(range(len(graph.ops))))
     return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
 
 

@@ -34,7 +34,7 @@ from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a number's meaning changes.
-METHOD: Final = 7
+METHOD: Final = 8
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -131,9 +131,10 @@ class Bench:
         """
         if self.place.type != "cuda":
             return
-        watched = is_profiled()
-        if watched or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-            why = "a profiler of torch is running" if watched else "CUDA_LAUNCH_BLOCKING is set"
+        # The second is by which Nsight and compute-sanitizer get into a process.
+        names = ("CUDA_LAUNCH_BLOCKING", "CUDA_INJECTION64_PATH")
+        found = [f"{name} is set" for name in names if os.environ.get(name, "0") not in ("", "0")]
+        for why in (["a profiler of torch is running"] if is_profiled() else found)[:1]:
             raise InputError(
                 f"{why}, so nothing takes on {self.place} what it takes in a step. End that to "
                 "measure; or give costs='estimate', which computes costs."

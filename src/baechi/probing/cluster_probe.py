@@ -23,7 +23,7 @@ from baechi.probing.link_probe import (
     handover,
     lane_ns,
 )
-from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
+from baechi.records.cluster import HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device, usable_gpus
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
@@ -72,8 +72,9 @@ def probe(devices: Devices = None) -> Cluster:
     Returns:
         Devices with the memory that is free now, on GPUs less what torch's allocator and cuBLAS
         hold for themselves; or with the capacity given. Links as measured. All GPUs have one host,
-        the thread that launches for them; what they receive takes `HANDOVER_NS` of it, which is not
-        measured. CPUs have none: what their workers lose to Python's lock is in no prediction.
+        the thread that launches for them, and what they receive takes as much of it as between two
+        lanes of that GPU, or from another. CPUs have none: what their workers lose to Python's lock
+        is in no prediction.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
@@ -92,6 +93,12 @@ def survey(devices: Devices = None) -> Survey:
     wanted = _wanted(devices)
     names = [device.name if isinstance(device, Device) else device for device, _ in wanted]
     places = [torch_device(name) for name in names]
+    Cluster.connected([Device(name, 0) for name in names], Link(0, 1))  # checks the names
+    hosted = [
+        place.type == "cuda" and (not isinstance(device, Device) or device.host != "")
+        for (device, _), place in zip(wanted, places, strict=True)
+    ]
+    links, fits = _links(names, places, hosted)  # first, since it leaves cuBLAS workspaces
     rows = []
     for (device, capacity), place in zip(wanted, places, strict=True):
         if isinstance(device, Device):
@@ -102,23 +109,11 @@ def survey(devices: Devices = None) -> Survey:
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         host = HOST if place.type == "cuda" else ""
         rows.append(Device(device, memory, kind=device_kind(place), host=host))
-    cluster = Cluster.connected(rows, Link(0, 1))  # checks them before links are measured
-    links, fits = _links(names, places)
-    hosted = [
-        place.type == "cuda" and row.host != "" for row, place in zip(rows, places, strict=True)
-    ]
-    links = tuple(
-        tuple(
-            replace(link, overhead_ns=HANDOVER_NS) if link and by_host else link
-            for link, by_host in zip(row, hosted, strict=True)
-        )
-        for row in links
-    )
-    return Survey(replace(cluster, links=links), fits)
+    return Survey(Cluster(tuple(rows), links), fits)
 
 
 def _links(
-    names: Sequence[str], places: Sequence[torch.device]
+    names: Sequence[str], places: Sequence[torch.device], hosted: Sequence[bool]
 ) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
     """The table of links, and the fits of those that copy."""
 
@@ -133,20 +128,22 @@ def _links(
     def link(i: int, j: int) -> Link | None:
         if i == j:
             return None
-        found = measured(places[i], places[j])
-        if isinstance(found, Link):
+        src, dst = places[i], places[j]
+        found = measured(src, dst)
+        if isinstance(found, LinkFit):
+            fits[names[i], names[j]] = found
+            found = found.link
+        if not hosted[j]:
             return found
-        fits[names[i], names[j]] = found
-        return found.link
+        crosses = src.type == "cuda" and src != dst
+        pair = (str(src), str(dst)) if crosses else (f"{dst}/a", f"{dst}/b")
+        return replace(found, overhead_ns=_handover(pair).overhead_ns)
 
     all_places = range(len(places))
     return tuple(tuple(link(i, j) for j in all_places) for i in all_places), fits
 
 
-@cache
-def _handover() -> Link:
-    """A hand-over between CPU workers, measured once in a process: it is the machine's alone."""
-    return handover()
+_handover = cache(handover)  # measured once in a process: it is the machine's alone
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:

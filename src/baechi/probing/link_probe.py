@@ -14,12 +14,13 @@ Between two logical CPU devices a link is what one more cut adds to a step:
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
 docs/prediction.md, "Links", has how that is measured. Between streams of one GPU a link is the wait
-for a kernel of the other stream.
+for a kernel of the other stream; and what a GPU receives takes the host as long as one more cut.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations
 from statistics import median, quantiles
 from typing import Final, final
@@ -27,12 +28,14 @@ from typing import Final, final
 import torch
 from torch import fx, nn
 
-from baechi.costs.timers import rounds
+from baechi.costs.timers import CudaTimer, rounds
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement
 from baechi.runtime.placed_module import PlacedModule, apply
+from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support.torch_devices import torch_device
 from baechi.torch_support.torch_internals import spin
 from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
@@ -221,22 +224,33 @@ class _Chain(nn.Module):
         return x
 
 
-def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
-    """The link between two logical CPU devices: latency is the wait, overhead the work.
+@cache
+def graph_launch_ns(gpu: torch.device) -> int:
+    """The host's time for the launch of a CUDA graph of one kernel, measured once in a process."""
+    x = torch.ones(16, device=gpu)
+    replay = CudaRecorder(gpu).record(partial(x.add_, 1), 0)
+    (reading,) = CudaTimer(gpu).time([lambda n: [replay] * n], single=True)
+    return reading.launch_ns
 
+
+def handover(names: Sequence[str] = ("cpu:0", "cpu:1")) -> Link:
+    """The link between two logical devices: latency is the wait, overhead the work.
+
+    On GPUs the overhead is the time of the thread that launches, and there is no latency in it.
     Takes about half a second, and leaves torch's threads and random state as they were.
     """
-    cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
+    pair = Cluster.connected([Device(name, 2**62) for name in names], Link(0, 1))
     with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros(rows, width, requires_grad=True)
+        x = torch.zeros(_ROWS, _WIDTH, requires_grad=True)
         chains = [_traced_chain(x) for _ in range(2)]  # of two models, since both run in turns
         few, many = map(_placement, chains, (2, len(chains[1].ops)))
         placed = [
-            apply(traced, placement, graph=graph, cluster=cpus, threads_per_device=1)
+            apply(traced, placement, graph=graph, cluster=pair, threads_per_device=1)
             for traced, (graph, placement) in zip(chains, (few, many), strict=True)
         ]
         try:
-            few_step, many_step = _steps(placed, x)
+            place = torch_device(names[0])
+            few_step, many_step = _steps(placed, x.detach().to(place).requires_grad_())
         finally:
             for module in placed:
                 module.unplace()
@@ -245,6 +259,8 @@ def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
         max((longer - shorter) // more, 0)
         for longer, shorter in zip(many_step, few_step, strict=True)
     )
+    if place.type == "cuda":
+        return Link(0, FREE_BYTES_PER_S, whole_ns)
     return Link(max(whole_ns - busy_ns, 0), FREE_BYTES_PER_S, busy_ns)
 
 
@@ -286,6 +302,8 @@ def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, 
     for _ in range(_WARM_UP_STEPS + _STEPS):
         for module, row in zip(modules, readings, strict=True):
             inputs = [x, *module.parameters()]
+            for gpu in {tensor.device for tensor in inputs if tensor.is_cuda}:
+                torch.cuda.synchronize(gpu)
             start, busy = time.perf_counter_ns(), time.process_time_ns()
             torch.autograd.grad(module(x), inputs, seed)
             row.append((time.perf_counter_ns() - start, time.process_time_ns() - busy))

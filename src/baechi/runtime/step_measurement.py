@@ -324,6 +324,7 @@ def _key(special: Executable) -> str:
     """
     ops, n = len(special.placement.devices), len(set(special.placement.devices))
     text = f"{special.traced.digest} {ops} {'split' if n > 1 else 'one device'}"
+    text += " as graphs" if special.graphs is not None else ""
     return f"step {hashlib.sha256(text.encode()).hexdigest()}"
 
 

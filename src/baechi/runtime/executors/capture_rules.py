@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster
+from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
@@ -45,8 +45,8 @@ _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 # Of a tape that only passes on what it is given; that is no reason to refuse a placement.
 LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
-# What the graph of a tape takes of the launching thread, forward or backward: as much as two
-# operators. A guess until hardware confirms it.
+# What the graph of a tape takes of the launching thread, forward or backward, where it is not
+# measured: as much as two operators. A guess until hardware confirms it.
 GRAPH_LAUNCH_NS: Final = 10_000
 
 
@@ -56,19 +56,22 @@ def tape_costs(profile: Profile) -> Profile:
     return replace(profile, costs=tuple(costs))
 
 
-def tape_links(cluster: Cluster) -> Cluster:
-    """The cluster where what a host hands over begins a tape, which is launched with it."""
-    hosted = [bool(row.host) and row.launches_ahead for row in cluster.devices]
-    links = tuple(
-        tuple(
-            replace(link, overhead_ns=link.overhead_ns + GRAPH_LAUNCH_NS)
-            if link and by_host
-            else link
-            for link, by_host in zip(row, hosted, strict=True)
-        )
-        for row in cluster.links
-    )
-    return replace(cluster, links=links)
+def tape_links(
+    cluster: Cluster, places: Sequence[torch.device], launch_ns: int = GRAPH_LAUNCH_NS
+) -> Cluster:
+    """The cluster where what a host hands over begins a tape, which is launched with it.
+
+    Lanes of one GPU are one graph, in which nothing is handed over.
+    """
+    together = len(set(places)) == 1 and places[0].type == "cuda"
+
+    def launched(link: Link | None, device: Device) -> Link | None:
+        if link is None or not (device.host and device.launches_ahead):
+            return link
+        return replace(link, overhead_ns=0 if together else link.overhead_ns + launch_ns)
+
+    rows = (tuple(map(launched, row, cluster.devices)) for row in cluster.links)
+    return replace(cluster, links=tuple(rows))
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:

@@ -3,6 +3,8 @@
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
 
+On one GPU all tapes of a phase are one graph, with its lanes inside, where no tape forbids it.
+
 `docs/runtime.md` (CUDA graphs) says what is copied and kept, and when a step is replayed.
 
 Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
@@ -15,7 +17,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -25,7 +28,7 @@ from baechi.errors import InputError
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Record, Sizes, Step
-from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.autograd.tape import Output, TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.torch_support.torch_devices import kernel_choices
@@ -41,6 +44,7 @@ MOST_SHAPES: Final = 4
 _MOST_WARMING: Final = 64  # shapes whose eager calls are counted
 
 Replay: TypeAlias = Callable[[], None]
+Launch: TypeAlias = Callable[[Step, int], None]  # of a phase, on all lanes
 
 
 @final
@@ -105,7 +109,8 @@ class _Forward:
     slots: list[tuple[int, Any]]  # what it gives other tapes
     results: list[tuple[int, Any]]
     flags: list[tuple[int, Any]]
-    record: Record | None
+    records: list[Record | None]  # of all tapes
+    own: Any  # the executor's state
 
 
 @final
@@ -119,11 +124,39 @@ class _Backward:
 
 
 @final
+@dataclass(frozen=True)
+class WholeStep:
+    """All tapes of a step, as the one tape that their lanes are in a common graph."""
+
+    launch: Launch
+    place: torch.device
+    inputs: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    seeds: tuple[tuple[int, ...], ...]  # of the caller's gradients
+    index: int = -1
+    fills: tuple[tuple[int, int], ...] = ()
+    last: tuple[int, ...] = ()
+
+    def forward(self, step: Step) -> None:
+        """As `TapeCode.forward`."""
+        self.launch(step, 0)
+
+    def differentiate(self, step: Step) -> None:
+        """As `TapeCode.differentiate`, with all that is added up."""
+        self.launch(step, 1)
+
+    backward = differentiate
+
+    def add_up(self, step: Step) -> None:
+        """Nothing is left to add up."""
+
+
+@final
 @dataclass(eq=False)
 class GraphedTape:
     """A tape that is recorded at its first run and replayed at every other."""
 
-    code: TapeCode
+    code: TapeCode | WholeStep
     recorder: CudaRecorder
     statics: Statics
     sizes: Sizes
@@ -164,12 +197,12 @@ class GraphedTape:
         if self.code.index not in step.graphed or self._forward is None:
             self.code.backward(step)
             return
-        self._differentiate(step, self._forward.record)
+        self._differentiate(step, self._forward)
         self.code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
 
-    def _differentiate(self, step: Step, record: Record | None) -> None:
+    def _differentiate(self, step: Step, forward: _Forward) -> None:
         pattern = tuple(self.statics.key(step.grads[slot]) for slot in self._seeds)
-        if record is None or all(key is None for key in pattern):
+        if not any(forward.records) or all(key is None for key in pattern):
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:
@@ -179,10 +212,10 @@ class GraphedTape:
             if self._backwards and graded not in self._warm:
                 step.warms = backward_id()
             if step.warms != backward_id():
-                recorded = self._record_backward(step, record)
+                recorded = self._record_backward(step, forward)
             self._warm.add(graded)
             if recorded is None:
-                self._run_backward(step, record)
+                self._run_backward(step, forward)
                 return
             self._backwards[pattern] = recorded
         for slot, static in recorded.seeds:
@@ -221,13 +254,13 @@ class GraphedTape:
         for _, value in (*slots, *results):
             for tensor in tensors_in(value):
                 statics.add(tensor)
-        record = scratch.records[code.index]
-        if record is not None:
+        for record in filter(None, scratch.records):
             record.cuts.clear()  # a replay reads what is there then
-        return _Forward(replay, fills, inputs, slots, results, flags, record)
+        made = slots, results, flags
+        return _Forward(replay, fills, inputs, *made, scratch.records, scratch.own)
 
-    def _record_backward(self, step: Step, record: Record) -> _Backward | None:
-        scratch, seeds = self._scratch(record), []
+    def _record_backward(self, step: Step, forward: _Forward) -> _Backward | None:
+        scratch, seeds = self._scratch(forward), []
         for slot in self._seeds:
             gradient = step.grads[slot]
             if gradient is not None:
@@ -241,10 +274,11 @@ class GraphedTape:
             self.statics.add(gradient)
         return _Backward(replay, seeds, found)
 
-    def _run_backward(self, step: Step, record: Record) -> None:
+    def _run_backward(self, step: Step, forward: _Forward) -> None:
         """Go backward eagerly over the graph of the recorded forward."""
-        record.seeds.clear()
-        scratch = self._scratch(record)
+        for record in filter(None, forward.records):
+            record.seeds.clear()
+        scratch = self._scratch(forward)
         for slot in self._seeds:
             scratch.grads[slot], step.grads[slot] = step.grads[slot], None
         self.recorder.run(lambda: self.code.differentiate(scratch))
@@ -252,19 +286,17 @@ class GraphedTape:
             if gradient is not None:
                 step.grads[slot] = gradient
 
-    def _scratch(self, record: Record) -> Step:
+    def _scratch(self, forward: _Forward) -> Step:
         """A step in which the tape's forward has run, and whose graph stays."""
         scratch = Step(True, None, (), self.sizes)
-        scratch.records[self.code.index] = record
+        scratch.records, scratch.own = list(forward.records), forward.own
         scratch.keep = True
         return scratch
 
     def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
         """The function recorded; or `None`, and the reason is noted."""
         caching = torch.is_autocast_cache_enabled()
-        if any(
-            map(torch.is_autocast_enabled, ("cuda", "cpu"))
-        ):  # else compiled code would guard it
+        if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):  # else compiled code would guard
             torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
             return self.recorder.record(function, rank)
@@ -282,6 +314,7 @@ class _Recordings:
 
     statics: Statics = field(default_factory=Statics)
     tapes: dict[int, GraphedTape] = field(default_factory=dict)  # by index
+    whole: GraphedTape | None = None  # in the place of all
 
 
 @final
@@ -339,6 +372,7 @@ class Graphs:
         recorder: Makes the recorder of a logical device of any kind, for training steps or for
             inferences; each has memory of its own, since both kinds may be under way at once. By
             default CUDA devices alone are recorded for.
+        whole: Whether lanes may share a graph: by default those of one GPU.
 
     Attributes:
         most_shapes: The number of shapes of call whose recordings are kept.
@@ -351,22 +385,20 @@ class Graphs:
         bound: Bound,
         places: Sequence[torch.device],
         recorder: Callable[[int], CudaRecorder] | None = None,
+        *,
+        whole: bool | None = None,
     ) -> None:
         self._codes = codes = bound.tapes
         self._sizes = bound.sizes
-        lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
-        self._obstacles = tuple(
-            obstacle(
-                module,
-                code,
-                alone=lanes[code.place] == 1,
-                on_cuda=recorder is not None or code.place.type == "cuda",
-                several=len(lanes) > 1 and len(program.phases) > 1,
-            )
-            for code in codes
-        )
-        pairs = zip(codes, self._obstacles, strict=True)
-        self._captured = [code for code, why in pairs if not why]
+        self._lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
+        several = len(self._lanes) > 1 and len(program.phases) > 1
+        self._obstacle = partial(obstacle, module, several=several)
+        self._anywhere = recorder is not None
+        if whole is None:
+            whole = len(self._lanes) == 1 < len(codes) and recorder is None
+        self._why_apart = ""
+        self._settle(together=whole)
+        self._seeds = tuple((slot,) for result in bound.results.values() for slot in result.grads)
         self._recorder = recorder or _recorders(
             {code.device: code.place for code in self._captured}
         )
@@ -374,7 +406,25 @@ class Graphs:
         self._modes = {False: _Mode(), True: _Mode()}
         self._ranks = _ranks(program)
         self._open: weakref.ref[Step] | None = None
-        state = (value for code in self._captured for value in code.template)
+
+    def _settle(self, *, together: bool) -> None:
+        """Decide what is captured; lanes of one graph draw random numbers in its order."""
+        self._obstacles = tuple(
+            self._obstacle(
+                code,
+                alone=together or self._lanes[code.place] == 1,
+                on_cuda=self._anywhere or code.place.type == "cuda",
+            )
+            for code in self._codes
+        )
+        self._whole = together and set(self._obstacles) <= {"", LAUNCHES_NOTHING}
+        if together and not self._whole:
+            self._settle(together=False)
+            return
+        pairs = zip(self._codes, self._obstacles, strict=True)
+        self._captured = [code for code, why in pairs if not why]
+        given = (o.given for code in self._codes for o in code.outputs if self._whole)
+        state = itertools.chain(given, *(code.template for code in self._captured))
         tensors = {id(value): value for value in state if isinstance(value, torch.Tensor)}
         self._state = tuple(tensors.values())
 
@@ -392,7 +442,8 @@ class Graphs:
         """The number of tapes without CUDA graphs, for each reason; none if all have one."""
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
-        return tuple(
+        apart = f"its lanes are no common CUDA graph: {self._why_apart}"
+        return (apart,) * bool(self._why_apart) + tuple(
             f"{count} of {n} tapes run without CUDA graphs: {reason}"
             for reason, count in counts.most_common()
         )
@@ -412,8 +463,8 @@ class Graphs:
                 "eagerly."
             )
 
-    def begin(self, step: Step) -> bool:
-        """True if the step that begins is replayed."""
+    def begin(self, step: Step, launch: Launch) -> bool:
+        """True if the step that begins is replayed; or launched so, where that fails."""
         if step.meter is not None or not self._captured:
             return False
         if step.differentiate and self._open is not None and self._open() is not None:
@@ -422,7 +473,12 @@ class Graphs:
         found = self._modes[step.differentiate].find(key, state, self.most_shapes)
         if found is None:
             return False
-        if not found.tapes:
+        if found.whole is not None and found.whole.reason:
+            self._why_apart, found.whole = found.whole.reason, None
+            self._settle(together=False)
+        if self._whole and found.whole is None:
+            found.whole = self._together(launch, found.statics)
+        elif not (self._whole or found.tapes):
             devices = dict.fromkeys(code.device for code in self._captured)
             recorders = {device: self._recorder(device) for device in devices}
             for code in self._captured:
@@ -437,6 +493,17 @@ class Graphs:
         """A step has gone backward for the last time."""
         if self._open is not None and self._open() is step:
             self._open = None
+
+    def _together(self, launch: Launch, statics: Statics) -> GraphedTape:
+        first = self._captured[0]
+        inputs = (index for code in self._codes for index in code.inputs)
+        outputs = (replace(output, slots=()) for code in self._codes for output in code.outputs)
+        step = WholeStep(launch, first.place, tuple(inputs), tuple(outputs), self._seeds)
+        return GraphedTape(step, self._recorder(first.device), statics, self._sizes, (0, 1))
+
+    def whole(self, step: Step) -> GraphedTape | None:
+        """The runner of all tapes of a step that is replayed, where they are one graph."""
+        return self._modes[step.differentiate].current.whole
 
     def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
         """The runner of a tape in a step that is replayed."""
@@ -472,11 +539,10 @@ def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder
     While something is captured the allocator gives nothing back, and the eager steps before have
     left as much in its cache as the graphs will take. Those of one logical device, for training and
     for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
-    for each, and a lane replays one graph at a time. They are drawn now, beside the lanes' own:
-    torch hands out its 32 in turn, and what was captured on the stream of another lane would share
-    a workspace with what runs there.
+    for each, and a lane replays one graph at a time. Another priority has 32 streams of its own in
+    torch, so that no lane's is among them.
     """
-    streams = {device: torch.cuda.Stream(gpu) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
+    streams = {device: torch.cuda.Stream(gpu, priority=-1) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
 
     def recorder(device: int) -> CudaRecorder:
         torch.cuda.empty_cache()

@@ -13,10 +13,10 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, final
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
-from baechi.runtime.executors.cuda_graphs import Graphs, Statics
+from baechi.runtime.executors.cuda_graphs import GraphedTape, Graphs, Statics
 from baechi.torch_support.storages import (
     crossings,
     cut_up,
@@ -83,7 +83,8 @@ class _StepRun:
     """The state of one step that runs."""
 
     callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
-    graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
+    own: Streams  # those of all other lanes
+    graphs: Graphs | None = None  # the tapes as CUDA graphs, if the step is replayed
     events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)  # of inputs that come
@@ -115,23 +116,29 @@ class CudaExecutor:
         self._busy = threading.RLock()
         self._running: list[Step] = []
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
-        seen: set[torch.device] = set()
+        rows = zip(program.lanes, *(phase.lanes for phase in program.phases), strict=True)
+        used = [lane for lane, *instructions in rows if any(instructions)]
+        in_use = {places[lane.device] for lane in used if places[lane.device].type == "cuda"}
+        self._gpus = gpus = sorted(in_use, key=lambda gpu: gpu.index)  # others get no context
+        seen: Counter[torch.device] = Counter()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
-        used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
-        for lane, is_used in zip(program.lanes, used, strict=True):
+        for lane in program.lanes:
             place = places[lane.device]
-            own = is_used and place.type == "cuda" and (lane.copies or place in seen)
-            self._own.append(_stream(place) if own else None)
-            if not lane.copies and is_used:
-                seen.add(place)
+            if lane.copies and gpus and place.type != "cuda":
+                place = gpus[0]  # what a CPU gets is brought beside what computes
+            own = lane in used and place.type == "cuda" and (lane.copies or place in seen)
+            self._own.append(shared_stream(place, seen[place]) if own else None)
+            if lane in used:
+                seen[place] += 1
+        pairs = list(zip(program.lanes, self._own, strict=True))
+        # Those that bring a CPU what it reads, and in later phases what it adds up.
+        self._landing = [own for lane, own in pairs if own and places[lane.device].type == "cpu"]
         # GPUs on which several lanes compute.
         self._shared = frozenset(
-            places[lane.device]
-            for lane, own in zip(program.lanes, self._own, strict=True)
-            if own is not None and not lane.copies
+            places[lane.device] for lane, own in pairs if own is not None and not lane.copies
         )
-        self._gpus = gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
-        self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
+        # Where copies leave a GPU.
+        self._out = {gpu: shared_stream(gpu, -1) for gpu in gpus if len(gpus) > 1}
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
             # one with several lanes, submodules that stay whole give them where they run. That
@@ -142,9 +149,15 @@ class CudaExecutor:
             (number, row.lane, row.position)
             for number, phase in enumerate(program.phases)
             for row in itertools.chain.from_iterable(phase.lanes)
-            if isinstance(row, Wait) and self._place(row.lane).type == "cuda"
+            if isinstance(row, Wait)
+            and (self._own[row.lane] is not None or self._place(row.lane).type == "cuda")
         ]
         self._spare: list[Events] = []  # of no step that runs
+
+    @cached_property
+    def _inside(self) -> Streams:
+        """Those of lanes that are captured, which no other thread may use meanwhile."""
+        return [own and torch.cuda.Stream(own.device, priority=-1) for own in self._own]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -172,25 +185,8 @@ class CudaExecutor:
             for gradient in gradients if self._shared else ():
                 if gradient is not None and gradient.device in self._shared:
                     run.held.add(gradient)  # the caller's memory, which lanes read that are not his
-            rows = self._program.phases[phase]
-            position = [0] * len(rows.lanes)
-            streams = [
-                own if own is not None else run.callers.get(self._place(lane))
-                for lane, own in enumerate(self._own)
-            ]
-            with self._fenced(run):
-                # Inputs of several micro-batches come one after another, which takes less memory.
-                ahead = phase == 0 and len(steps) == 1
-                pinned = self._fetch(step, run, streams) if ahead else ()
-                for lane in rows.launch:
-                    self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
-                    event = events.get((phase, lane, position[lane]))
-                    if event is not None:
-                        event.record(streams[lane])
-                    position[lane] += 1
-                step.fetched.clear()
-                for event in pinned:  # over by now: they began first, and the caller may write
-                    event.synchronize()
+            whole = None if run.graphs is None else run.graphs.whole(step)
+            self._launch_all(steps, phase, whole)
             # Theirs that are copied, until lanes wait for that.
             given = [(each.results, each.grads[:]) for each in steps]
             for each in steps:
@@ -202,6 +198,51 @@ class CudaExecutor:
             del given
             if phase and self._graphs is not None and not step.keep:
                 self._graphs.end(step)
+            run.held.rest()
+
+    def _launch_all(
+        self, steps: Sequence[Step], phase: int, whole: GraphedTape | None = None
+    ) -> None:
+        """The instructions of a phase, between fences; or one graph of all, on the caller's stream.
+
+        Their waits are in the graph, and the lanes' own streams have no part in its replays.
+        """
+        step = steps[0]
+        run: _StepRun = step.own
+        rows = self._program.phases[phase]
+        position = [0] * len(rows.lanes)
+        streams = [
+            own if own is not None and whole is None else run.callers.get(self._place(lane))
+            for lane, own in enumerate(run.own)
+        ]
+        with self._fenced(run, (*filter(None, run.own), *self._out.values()) if not whole else ()):
+            # Inputs of several micro-batches come one after another, which takes less memory.
+            ahead = phase == 0 and len(steps) == 1
+            pinned = self._fetch(step, run, streams) if ahead else ()
+            for event in run.arrivals.values() if whole is not None else ():
+                torch.cuda.current_stream(self._gpus[0]).wait_event(event)
+            if whole is not None:
+                (whole.backward if phase else whole.forward)(step)
+            for lane in rows.launch if whole is None else ():
+                self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
+                event = run.events.get((phase, lane, position[lane]))
+                if event is not None:
+                    event.record(streams[lane])
+                position[lane] += 1
+            step.fetched.clear()
+            # What came from pinned memory is over by now: it began first, and the caller may write.
+            for event in (*pinned, *(lane.record_event() for lane in self._landing)):
+                event.synchronize()
+
+    def _together(self, step: Step, phase: int) -> None:
+        """Launch a phase to be captured; or eagerly, where that fails."""
+        with self._turn(step) as (_, events):
+            if step.own is None:
+                step.own = _StepRun(self._current(), self._inside)
+            run: _StepRun = step.own
+            run.events = events
+            run.held.wake()
+            self._launch_all([step], phase)
             run.held.rest()
 
     @contextlib.contextmanager
@@ -227,10 +268,11 @@ class CudaExecutor:
 
     def _begun(self, steps: Sequence[Step], alone: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
-        may = alone and not self._is_captured()
-        replayed = self._graphs is not None and may and self._graphs.begin(steps[0])
-        callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
-        run = _StepRun(callers, self._graphs if replayed else None)
+        captured = self._is_captured()
+        may = alone and not captured
+        replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
+        own = self._inside if captured else self._own
+        run = _StepRun(self._current(), own, self._graphs if replayed else None)
         for step in steps:
             step.own = run
             step.apart = step.apart or bool(self._gpus)
@@ -262,16 +304,14 @@ class CudaExecutor:
         would make lanes of both wait for each other. The memory is the reader's, who waits.
         """
         pinned = []
-        rows = zip(self._program.lanes, self._own, strict=True)
+        rows = zip(self._program.lanes, run.own, strict=True)
         copies = {lane.device: own for lane, own in rows if lane.copies and own is not None}
         for code in self.bound.tapes:
             for index in code.inputs:
                 tensor, reader = step.inputs[index], streams[code.device]
-                if (
-                    reader is None
-                    or tensor.device == code.place
-                    or tensor.layout is not torch.strided
-                ):
+                if reader is None or tensor.device == code.place:
+                    continue
+                if tensor.layout is not torch.strided:
                     continue
                 with torch.cuda.stream(reader):
                     room = torch.empty_like(tensor, device=code.place, requires_grad=False)
@@ -346,10 +386,14 @@ class CudaExecutor:
         if tensor.device == place:
             moved = cut_up(tensor, tensors)
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
-            if maker is not None:
-                maker.synchronize()
-            part = once(tensor)  # at once: of pinned memory, too, which the caller may write
-            moved = cut_up(laid_out(part.to(place), part, tensor), tensors)
+            part = once(tensor)
+            if tensor.layout is torch.strided and step.meter is None:
+                there = self._through_pinned(part, place)
+            else:
+                if maker is not None:
+                    maker.synchronize()
+                there = part.to(place)  # at once: of pinned memory, too, which is the caller's
+            moved = cut_up(laid_out(there, part, tensor), tensors)
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
@@ -369,6 +413,22 @@ class CudaExecutor:
         if reader is not None:
             run.held.add(moved[0])  # all are views of one storage
         return moved
+
+    def _through_pinned(self, part: torch.Tensor, place: torch.device) -> torch.Tensor:
+        """The same on the other side, between a CPU and a GPU, and the host waits for nothing.
+
+        torch gives pinned memory to others when the copies that it knows of have ended.
+        """
+        pinned = torch.empty_like(part, device="cpu", pin_memory=True)
+        if not part.is_cuda:
+            return pinned.copy_(part).to(place, non_blocking=True)
+        lane = torch.cuda.current_stream(self._gpus[0])
+        source = self._out.get(part.device, lane)
+        join([lane], [source])
+        with torch.cuda.stream(source):
+            pinned.copy_(part, non_blocking=True)
+        join([source], [lane])
+        return pinned
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
@@ -401,13 +461,15 @@ class CudaExecutor:
         """True if its memory may belong to a stream other than the caller's, or to a graph."""
         return run.graphs is not None or tensor.device in self._shared or tensor in run.held
 
+    def _current(self) -> dict[torch.device, torch.cuda.Stream]:
+        return {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
+
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
         """The streams of this call's caller and of the forward's."""
-        now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
-        return list(dict.fromkeys((*now, *run.callers.values())))
+        return list(dict.fromkeys((*self._current().values(), *run.callers.values())))
 
     @contextlib.contextmanager
-    def _fenced(self, run: _StepRun) -> Iterator[None]:
+    def _fenced(self, run: _StepRun, lanes: Iterable[torch.cuda.Stream]) -> Iterator[None]:
         """Every lane begins after the caller's streams, and at the end all wait for all.
 
         Autograd calls from a thread of its own, with current streams of its own; and it waits for
@@ -419,7 +481,7 @@ class CudaExecutor:
         for gpu, event in () if self._is_captured() else self._ends.items():
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
-        every = [*callers, *self._lanes]
+        every = [*callers, *lanes]
         join(callers, every)
         try:
             yield
@@ -505,6 +567,11 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _stream(place: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+@cache
+def shared_stream(gpu: torch.device, number: int) -> torch.cuda.Stream:  # noqa: ARG001
+    """One for all plans of a process: torch hands out 32 in turn, which a few plans would use up.
+
+    What another plan does there comes before or after, as in any stream; no capture is on it.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
     return stream
