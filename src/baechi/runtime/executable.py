@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import fx
 
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
+from baechi.problem.simulation import simulate
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
@@ -23,7 +24,7 @@ from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.executors.cpu_workers import CpuExecutor
+from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
@@ -44,9 +45,24 @@ from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
+from baechi.units import format_bytes
 
 _AS_SHORT: Final = 1.01
 _MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A call without gradients that was begun, and what makes its result when it has ended."""
+
+    running: RunningCall
+    finish: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        """The result, or the call's error."""
+        self.running.end()
+        return self.finish()
 
 
 @final
@@ -432,6 +448,80 @@ class Executable:
                 step.flags[value] = tensor.requires_grad
         return executor, steps
 
+    @cached_property
+    def _is_pure(self) -> bool:
+        """True if calls without gradients neither write into state or arguments nor draw."""
+        module = self.module
+        facts, nodes = module.facts, module.graph_module.graph.nodes
+        given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+        storages = {value.storage for node in given for value in facts.nodes[node].values}
+        leaves = opaque_leaves(module.graph_module, nodes)
+        drawing = any(op.random for op in self.traced.ops)
+        return not (drawing or leaves or storages & facts.written)
+
+    def overlaps(self, call: Call) -> bool:
+        """True if such calls may be under way side by side, on workers."""
+        executor = self._executor
+        workers = isinstance(executor, CpuExecutor) and executor.threads is not None
+        plain = self._modes is None and not self.observed and not call.objects
+        return workers and plain and self.unsplit_on is None and self._is_pure
+
+    def begin(self, calls: Sequence[Call], in_flight: int) -> Pending:
+        """Begin a call without gradients, beside up to `in_flight - 1` others.
+
+        Raises:
+            InfeasibleError: The memory is too small for so many.
+        """
+        self._state_guard.check()
+        executor = self._executor
+        assert isinstance(executor, CpuExecutor)
+        calls = [self._carrying(call) for call in calls]
+        self._check_memory(calls[0], in_flight)
+        with torch.no_grad():
+            steps = [Step(False, None, call.tensors, executor.bound.sizes) for call in calls]
+            running = executor.begin(steps)
+        return Pending(running, lambda: self._finish(calls, [step.results for step in steps]))
+
+    @cached_property
+    def _rooms(self) -> dict[tuple[int, ...] | None, list[tuple[int, int]]]:
+        """Rows of `_rows_of_memory`, by sizes of the family."""
+        return {}
+
+    def _check_memory(self, call: Call, in_flight: int) -> None:
+        """Raise an error where so many calls, each at its peak, exceed a device's memory."""
+        if self.graph is None or self.cluster is None:
+            return
+        values = None if self.family is None else self.family.joined(call)
+        if values not in self._rooms:
+            self._rooms[values] = self._rows_of_memory(values)
+        for device, (kept, own) in zip(self.cluster.devices, self._rooms[values], strict=True):
+            most = (device.memory_bytes - kept) // own if own else in_flight
+            if most < in_flight:
+                needed = kept + in_flight * own
+                names = [(row.name, row.memory_bytes) for row in self.cluster.devices]
+                raise InfeasibleError(
+                    f"{in_flight} requests in flight may take {format_bytes(needed)} of "
+                    f"{device.name}, which has {format_bytes(device.memory_bytes)}. Give "
+                    f"in_flight={max(most, 1)}, or smaller requests.",
+                    *("stream", needed, tuple(names), needed - device.memory_bytes, device.name),
+                )
+
+    def _rows_of_memory(self, values: tuple[int, ...] | None) -> list[tuple[int, int]]:
+        """Of each device the bytes that stay, and those that a call takes beside them."""
+        graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
+        if self.admission is not None and values is not None:
+            graph = self.admission.graph_at(values)
+        homes, memories = self.placement.devices, cluster.memories
+        kept = [0] * len(memories)
+        for op, device in zip(graph.ops, homes, strict=True):
+            kept[memories[device]] += op.persistent_bytes
+        one = _forward_of(graph)
+        n = len(one.ops)
+        order = tuple(op for op in self.placement.order if op < n)
+        peaks = simulate(one, cluster, Placement(one.digest, homes[:n], order)).peak_bytes
+        rows = zip(memories, peaks, strict=True)
+        return [(kept[memory], peak * self.batches) for memory, peak in rows]
+
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""
         named = self.module.model.named_parameters()
@@ -478,6 +568,20 @@ class Executable:
             else:
                 values.append(results[self._numbers[node]])
         return values
+
+
+def _forward_of(graph: OpGraph) -> OpGraph:
+    """The forward of a step as it runs without gradients, and without state."""
+    n = graph.n_forward
+    rows = ((row, tuple(op for op in row.consumers if op < n)) for row in graph.tensors)
+    tensors = tuple(
+        replace(row, consumers=inner, kept=row.kept or n in row.consumers)
+        for row, inner in rows
+        if row.producer < n and (inner or row.kept or n in row.consumers or not graph.is_training)
+    )
+    ops = tuple(replace(op, persistent_bytes=0, late_bytes=0) for op in graph.ops[:n])
+    times = {kind: row[:n] for kind, row in graph.times.items()}
+    return OpGraph(ops, tensors, times)
 
 
 def _writers(module: TracedModule) -> frozenset[int]:
