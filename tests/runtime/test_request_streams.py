@@ -113,11 +113,10 @@ def test_a_device_that_waits_works_on_a_later_request(back: bool) -> None:
     """Also where it comes back to the first one later."""
     trace = baechi.trace(Line(), (torch.ones(2),))
     graph = trace.graph(made_up_profile(trace), training=False)
-    devices = [0] * len(graph.ops)
-    for op, row in enumerate(trace.ops):
-        if any("second" in node for node in row.nodes) or not back:
-            devices[op] = 0 if any("first" in node for node in row.nodes) else 1
-    placement = baechi.Placement(graph.digest, tuple(devices), tuple(range(len(devices))))
+    (where,) = (i for i, op in enumerate(trace.ops) if any("second" in n for n in op.nodes))
+    order = tuple(range(len(graph.ops)))
+    devices = tuple(int(op == where or (op > where and not back)) for op in order)
+    placement = baechi.Placement(graph.digest, devices, order)
     placed = baechi.apply(trace, placement, ["cpu:0", "cpu:1"], threads_per_device=1)
     COUNTS[:] = [0, 0]
     rows = [torch.full((2,), float(i)) for i in range(4)]

@@ -33,6 +33,7 @@ class Stream(Iterator[Any]):
         self._call = call
         self._requests = iter(requests)
         self._in_flight = in_flight
+        self._ended = False
         self._taken: deque[Callable[[], Any]] = deque()  # what gives an output, or raises an error
 
     def __next__(self) -> Any:
@@ -41,13 +42,8 @@ class Stream(Iterator[Any]):
         Raises:
             Exception: That of the request; those after it can still be had.
         """
-        while len(self._taken) < self._in_flight:
-            try:
-                self._taken.append(self._begun(next(self._requests)))
-            except StopIteration:
-                break
-            except Exception as error:
-                self._taken.append(partial(_fail, error))
+        while len(self._taken) < self._in_flight and not self._ended:
+            self._take()
         if not self._taken:
             raise StopIteration
         first = self._taken[0]
@@ -55,6 +51,21 @@ class Stream(Iterator[Any]):
             first.running.wait()  # a Ctrl-C loses nothing
         self._taken.popleft()
         return first()
+
+    def _take(self) -> None:
+        """Take one more, and begin it."""
+        try:
+            request = next(self._requests)
+        except StopIteration:
+            self._ended = True
+            return
+        except Exception as error:
+            self._taken.append(partial(_fail, error))
+            return
+        try:
+            self._taken.append(self._begun(request))
+        except Exception as error:
+            self._taken.append(partial(_fail, error))
 
     def _begun(self, request: Any) -> Callable[[], Any]:
         """What waits for the output of a request."""
