@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, cast, final
 
 import torch
@@ -56,12 +55,12 @@ from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
-from baechi.tracing.batch_dimension import BatchDimensions, batch_dimensions
+from baechi.tracing.batch_dimension import batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, canonical_call, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
-from baechi.units import format_bytes, format_ns
+from baechi.units import format_ns
 from baechi.validation import check_choice, check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -300,7 +299,9 @@ class _Planner:
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
                 return taken
-            batches, loss, dims = self._batches(model, call, traced)
+            loss = isinstance(model, ModelWithLoss)
+            batches = self.microbatches if loss or model is self.model else 1
+            dims = batch_dimensions(traced, call, loss=loss, say=self.say) if batches > 1 else None
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
@@ -356,35 +357,19 @@ class _Planner:
         with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
             return call, self.traces.trace(model, call, kin)
 
-    def _batches(
-        self, model: nn.Module, call: Call, traced: Traced
-    ) -> tuple[int, bool, BatchDimensions | None]:
-        """The number of micro-batches, whether each has a loss, and the dimensions of several."""
-        loss = isinstance(model, ModelWithLoss)
-        n = self.microbatches if loss or model is self.model else 1
-        dims = batch_dimensions(traced, call, loss=loss, say=self.say) if n > 1 else None
-        return n, loss, dims
-
     def choose(
-        self,
-        model: nn.Module,
-        call: Call,
-        cutting: Microbatches,
-        homes: Mapping[torch.Tensor, int],
+        self, model: nn.Module, call: Call, cutting: Microbatches
     ) -> tuple["_Planner", Microbatches]:
         """What plans for the number of micro-batches with the shortest predicted step.
 
-        The smaller of two that are alike.
-
-        Raises:
-            BaechiError: There is a plan for none of them; the error is that of the whole batch.
+        The smaller of two that are alike. If there is a plan for none, the whole batch's error.
         """
         steps: dict[int, int] = {}
         failures: dict[int, BaechiError] = {}
         for n in cutting.choices(call):
             some, planner = replace(cutting, n=n), replace(self, microbatches=n)
             try:
-                steps[n] = planner._step_ns(model, some.split(call)[0], homes)
+                steps[n] = planner._step_ns(model, some.split(call)[0])
             except BaechiError as error:
                 failures[n] = error
         if not steps:
@@ -396,28 +381,24 @@ class _Planner:
         self.say(choice)
         return replace(self, microbatches=n, choice=choice), replace(cutting, n=n)
 
-    def _step_ns(self, model: nn.Module, call: Call, homes: Mapping[torch.Tensor, int]) -> int:
-        """The predicted step of micro-batches like this call, with what their turns take.
-
-        Raises:
-            BaechiError: It fits no devices, or this is no micro-batch.
-        """
-        gradients = torch.is_grad_enabled()
+    def _step_ns(self, model: nn.Module, call: Call) -> int:
+        """The predicted step of micro-batches like this call, with what their turns take."""
+        n, loss, gradients = (
+            self.microbatches,
+            isinstance(model, ModelWithLoss),
+            torch.is_grad_enabled(),
+        )
         with self._planning():
             call, traced = self._traced(model, call, (), gradients=gradients)
-            n, loss, _ = self._batches(model, call, traced)
-            graph, placement, _ = self._solved(traced, homes, n)
+            if n > 1:
+                batch_dimensions(traced, call, loss=loss, say=self.say)
+            graph, placement, _ = self._solved(traced, {}, n)
         if n == 1 or loss or not self.training:
             turns = len(placement.turns or segments_of(graph, placement))
             return simulate(graph, self.cluster, placement).makespan_ns + turns * _TURN_NS
-        order = partial(ordered_turns, joined=True, constraints=self.constraints)
-        rhythm = order(graph, self.cluster, placement, n)
-        missing = overflows(Schedule((), (), rhythm.peak_bytes), self.cluster, self.constraints)
-        for name, nbytes in missing:
-            raise InputError(
-                f"{name} lacks {format_bytes(nbytes)} for what {n} micro-batches keep; "
-                "step(), with the loss inside, keeps less."
-            )
+        rhythm = ordered_turns(graph, self.cluster, placement, n, joined=True)
+        if overflows(Schedule((), (), rhythm.peak_bytes), self.cluster, self.constraints):
+            raise InputError(f"what {n} micro-batches keep does not fit; step() keeps less.")
         return rhythm.step_ns + len(rhythm.turns) * _TURN_NS
 
     def _executable(

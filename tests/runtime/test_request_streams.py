@@ -11,7 +11,7 @@ from placed import again_at_random, cpus, lazily, made_up_profile, one_thread, p
 from torch import Tensor, nn
 
 import baechi
-from baechi.errors import ExecutionError, InfeasibleError, InputError
+from baechi.errors import ExecutionError, InputError
 from baechi.runtime.derived_class import placed_state
 
 
@@ -177,7 +177,7 @@ def test_memory_for_all_that_are_in_flight_is_there_or_the_error_says_for_how_ma
     small = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
     rows = requests(6)
     assert len(list(small.stream(rows, in_flight=3))) == 6
-    with pytest.raises(InfeasibleError, match=r"5 requests in flight .* in_flight=3, or"):
+    with pytest.raises(InputError, match=r"5 requests in flight .* in_flight=3, or"):
         next(small.stream(rows, in_flight=5))
     small.unplace()
 

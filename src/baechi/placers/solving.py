@@ -72,9 +72,8 @@ def solve(
         constraints: Constraints besides memory.
         microbatches: How many times a step runs the graph, which is that of one micro-batch; the
             placement then has their turns (`placers/turn_orders.py`).
-        objective: `"step"`, a short step; or `"throughput"`, for runs of the graph one behind the
-            other, such as requests: first a short period, the largest load of a device or port per
-            run, then a short latency, which is the step. Both are in `stats`.
+        objective: `"step"`; or `"throughput"`, of runs one behind the other: first a short period,
+            the largest load of a device or port per run, then the step. Both are in `stats`.
 
     Raises:
         InfeasibleError: No placement was found; the text says whether that is proved, and names
@@ -87,19 +86,15 @@ def solve(
     """
     if microbatches == "auto":
         raise InputError(
-            "microbatches='auto' compares micro-batches of several sizes, and this graph is of one "
-            "size: what part of a batch takes does not follow from it. Use baechi.place(model, "
-            "..., microbatches='auto'); or solve a graph of each size with its number, and "
-            "compare the steps."
+            "microbatches='auto' compares micro-batches of several sizes, and this graph is of "
+            "one. Use baechi.place(model, ..., microbatches='auto'); or solve a graph of each size "
+            "with its number, and compare the steps."
         )
     count = check_positive(microbatches, "microbatches")
     check_choice(objective, OBJECTIVES, "objective")
     steady = objective == OBJECTIVES[1]
     if steady and count > 1:
-        raise InputError(
-            "objective='throughput' is for runs of a whole graph one behind the other; "
-            "microbatches= are of one step. Give one of the two."
-        )
+        raise InputError("objective='throughput' does not go with microbatches=, of one step.")
     placer = placer_of(placer)
     if effort is None:
         effort = placer.effort if isinstance(placer, Auto) else Auto().effort

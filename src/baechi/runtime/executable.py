@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import fx
 
-from baechi.errors import ExecutionError, InfeasibleError, InputError
+from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
 from baechi.problem.simulation import simulate
@@ -45,24 +45,9 @@ from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
-from baechi.units import format_bytes
 
 _AS_SHORT: Final = 1.01
 _MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """A call without gradients that was begun, and what makes its result when it has ended."""
-
-    running: RunningCall
-    finish: Callable[[], Any]
-
-    def __call__(self) -> Any:
-        """The result, or the call's error."""
-        self.running.end()
-        return self.finish()
 
 
 @final
@@ -118,9 +103,9 @@ class Executable:
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
         self.rhythm: Rhythm | None = None
-        self.comparison = ""
         self.measured: Measurement | None = None
-        self.note = ""
+        self.note = self.comparison = ""
+        self._rooms: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}  # by family's sizes
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
         self.training = structure.is_training
@@ -451,13 +436,11 @@ class Executable:
     @cached_property
     def _is_pure(self) -> bool:
         """True if calls without gradients neither write into state or arguments nor draw."""
-        module = self.module
-        facts, nodes = module.facts, module.graph_module.graph.nodes
-        given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
-        storages = {value.storage for node in given for value in facts.nodes[node].values}
-        leaves = opaque_leaves(module.graph_module, nodes)
-        drawing = any(op.random for op in self.traced.ops)
-        return not (drawing or leaves or storages & facts.written)
+        facts, nodes = self.module.facts, self.module.graph_module.graph.nodes
+        given = [facts.nodes[n] for n in nodes if n.op in ("placeholder", "get_attr")]
+        writes = any(value.storage in facts.written for row in given for value in row.values)
+        unknown = opaque_leaves(self.module.graph_module, nodes)
+        return not (writes or unknown or any(op.random for op in self.traced.ops))
 
     def overlaps(self, call: Call) -> bool:
         """True if such calls may be under way side by side, on workers."""
@@ -466,12 +449,8 @@ class Executable:
         plain = self._modes is None and not self.observed and not call.objects
         return workers and plain and self.unsplit_on is None and self._is_pure
 
-    def begin(self, calls: Sequence[Call], in_flight: int) -> Pending:
-        """Begin a call without gradients, beside up to `in_flight - 1` others.
-
-        Raises:
-            InfeasibleError: The memory is too small for so many.
-        """
+    def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall:
+        """Begin a call without gradients, beside up to `in_flight - 1` others."""
         self._state_guard.check()
         executor = self._executor
         assert isinstance(executor, CpuExecutor)
@@ -479,32 +458,23 @@ class Executable:
         self._check_memory(calls[0], in_flight)
         with torch.no_grad():
             steps = [Step(False, None, call.tensors, executor.bound.sizes) for call in calls]
-            running = executor.begin(steps)
-        return Pending(running, lambda: self._finish(calls, [step.results for step in steps]))
-
-    @cached_property
-    def _rooms(self) -> dict[tuple[int, ...] | None, list[tuple[int, int]]]:
-        """Rows of `_rows_of_memory`, by sizes of the family."""
-        return {}
+            results = [step.results for step in steps]
+            return executor.begin(steps, lambda: self._finish(calls, results))
 
     def _check_memory(self, call: Call, in_flight: int) -> None:
         """Raise an error where so many calls, each at its peak, exceed a device's memory."""
-        if self.graph is None or self.cluster is None:
+        if in_flight == 1 or self.graph is None or self.cluster is None:
             return
         values = None if self.family is None else self.family.joined(call)
         if values not in self._rooms:
             self._rooms[values] = self._rows_of_memory(values)
-        for device, (kept, own) in zip(self.cluster.devices, self._rooms[values], strict=True):
-            most = (device.memory_bytes - kept) // own if own else in_flight
-            if most < in_flight:
-                needed = kept + in_flight * own
-                names = [(row.name, row.memory_bytes) for row in self.cluster.devices]
-                raise InfeasibleError(
-                    f"{in_flight} requests in flight may take {format_bytes(needed)} of "
-                    f"{device.name}, which has {format_bytes(device.memory_bytes)}. Give "
-                    f"in_flight={max(most, 1)}, or smaller requests.",
-                    *("stream", needed, tuple(names), needed - device.memory_bytes, device.name),
-                )
+        rows = zip(self.cluster.devices, self._rooms[values], strict=True)
+        most = min((row.memory_bytes - kept) // max(own, 1) for row, (kept, own) in rows)
+        if most < in_flight:
+            raise InputError(
+                f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
+                f"in_flight={max(most, 1)}, or smaller requests."
+            )
 
     def _rows_of_memory(self, values: tuple[int, ...] | None) -> list[tuple[int, int]]:
         """Of each device the bytes that stay, and those that a call takes beside them."""

@@ -304,10 +304,9 @@ class PlacedModule(nn.Module):
         """Outputs of requests, in order, several of them under way at once; without gradients.
 
         Each is what `placed(...)` gives, in every bit: devices that have nothing to do for one
-        request work on later ones. Place for that with `objective="throughput"`. Models that draw
-        random numbers or write into state or arguments, compiled ones, and GPUs run them one after
-        the other. Weights and requests must stay as they are while requests are under way; a call,
-        step or move of the model waits for these.
+        request work on later ones. Place for that with `objective="throughput"`; docs/pipelining.md
+        has what runs one after the other. Weights and requests must stay as they are meanwhile; a
+        call, step or move of the model waits for what is under way.
 
         Args:
             requests: For each call a tuple of positional arguments, a mapping of keyword arguments,
@@ -315,13 +314,12 @@ class PlacedModule(nn.Module):
             in_flight: The most requests that are taken and whose output is not given yet.
 
         Returns:
-            An iterator. If a request fails, its turn raises its error, and the next ones go on. So
-            does an error of `requests`.
+            An iterator. If a request or `requests` fails, its turn raises the error, and the next
+            ones go on.
 
         Raises:
-            InputError: `in_flight` is no positive integer.
-            InfeasibleError: At a request's turn: so many, each at its peak, need more memory than
-                there is. The text has the largest number that fits.
+            InputError: `in_flight` is no positive integer; or, at a request's turn, so many, each
+                at its peak, do not fit, and the text has the largest number that does.
         """
         call = super(Placed, self).__call__  # type: ignore[misc]
         return Stream(_state(self), call, requests, check_positive(in_flight, "in_flight"))

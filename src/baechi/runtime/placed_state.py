@@ -39,7 +39,7 @@ from baechi.runtime.batched_calls import (
     step_call,
     train,
 )
-from baechi.runtime.executable import Executable, Pending
+from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cpu_workers import RunningCall
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
@@ -70,11 +70,7 @@ class Specialize(Protocol):
         """True if an option asks for what only the runtime does."""
 
     def choose(
-        self,
-        model: nn.Module,
-        call: Call,
-        cutting: Microbatches,
-        homes: Mapping[torch.Tensor, int],
+        self, model: nn.Module, call: Call, cutting: Microbatches
     ) -> "tuple[Specialize, Microbatches]":
         """What makes those for the best number of micro-batches, and that."""
 
@@ -268,7 +264,7 @@ class PlacedState:
     ) -> Any:
         """The module's own result, computed on its devices; `plain` is its own call.
 
-        With a number of requests in flight, what is `Pending` if it can run beside others.
+        With a number of requests in flight, a `RunningCall` if it can run beside others.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
@@ -316,19 +312,20 @@ class PlacedState:
         finally:
             self.lock.leave()
 
-    def _begun(self, special: Executable, calls: Sequence[Call], in_flight: int) -> Pending:
+    def _begun(self, special: Executable, calls: Sequence[Call], in_flight: int) -> RunningCall:
         """A call that is under way beside others of its plan."""
         if special is not self._streaming:
             self.drain()  # plans have workers of their own, and share the devices
             self._streaming = special
-        pending = special.begin(calls, in_flight)
-        self.underway.add(pending.running)
-        return pending
+        running = special.begin(calls, in_flight)
+        self.underway.add(running)
+        return running
 
     def drain(self) -> None:
         """Wait for calls that are under way."""
-        while self.underway:
-            self.underway.pop().wait()
+        for call in tuple(self.underway):
+            call.wait()
+            self.underway.discard(call)
 
     @property
     def _is_alone(self) -> bool:
@@ -371,7 +368,7 @@ class PlacedState:
         if self.microbatches.n == 0:
             assert self._specialize is not None
             with self.lock:
-                found = self._specialize.choose(module, call, self.microbatches, self.homes)
+                found = self._specialize.choose(module, call, self.microbatches)
                 self._specialize, self.microbatches = found
         return self.microbatches.split(call)
 

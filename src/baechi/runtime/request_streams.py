@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from baechi.runtime.executable import Pending
+from baechi.runtime.executors.cpu_workers import RunningCall
 from baechi.runtime.placed_state import PlacedState
 
 
@@ -37,20 +37,18 @@ class Stream(Iterator[Any]):
         self._taken: deque[Callable[[], Any]] = deque()  # what gives an output, or raises an error
 
     def __next__(self) -> Any:
-        """The next request's output.
-
-        Raises:
-            Exception: That of the request; those after it can still be had.
-        """
+        """The next request's output, or its error; those after it can still be had."""
         while len(self._taken) < self._in_flight and not self._ended:
             self._take()
         if not self._taken:
             raise StopIteration
-        first = self._taken[0]
-        if isinstance(first, Pending):
-            first.running.wait()  # a Ctrl-C loses nothing
+        try:
+            found = self._taken[0]()
+        except Exception:  # a Ctrl-C loses nothing
+            self._taken.popleft()
+            raise
         self._taken.popleft()
-        return first()
+        return found
 
     def _take(self) -> None:
         """Take one more, and begin it."""
@@ -76,7 +74,7 @@ class Stream(Iterator[Any]):
         state = self._state
         with torch.no_grad():
             found = state.run(state.root, args, kwargs, self._call, self._in_flight)
-        return found if isinstance(found, Pending) else lambda: found
+        return found.end if isinstance(found, RunningCall) else lambda: found
 
 
 def _fail(error: Exception) -> NoReturn:

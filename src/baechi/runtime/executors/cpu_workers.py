@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -190,8 +190,14 @@ class RunningCall:
         state: Makes a context of the caller's settings, for workers.
     """
 
-    def __init__(self, steps: Sequence[Step], phase: _Phase, workers: Sequence[_Worker]) -> None:
-        self.steps = steps
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        phase: _Phase,
+        workers: Sequence[_Worker],
+        finish: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.steps, self._finish = steps, finish
         self._phase, self._workers = phase, workers
         self.came = [False] * len(phase.waiting)
         self.failure: BaseException | None = None
@@ -233,11 +239,12 @@ class RunningCall:
         _ring(self.ended)  # another thread may wait, too
         self._lanes.clear()  # each of which holds the call
 
-    def end(self) -> None:
-        """Return when it has ended, or raise its error."""
+    def end(self) -> Any:
+        """What `finish` returns when it has ended; or raises its error."""
         self.wait()
         if self.failure is not None:
             raise self.failure
+        return self._finish()
 
 
 @final
@@ -300,13 +307,9 @@ class CpuExecutor:
                     call.fail(error)
             call.end()
 
-    def begin(self, steps: Sequence[Step]) -> RunningCall:
-        """Begin a forward that may be under way beside others; its `end` must be called.
-
-        Raises:
-            ExecutionError: As `run`, but for operators, whose errors `end` raises.
-        """
-        call = self._call(steps, 0)
+    def begin(self, steps: Sequence[Step], finish: Callable[[], Any]) -> RunningCall:
+        """Begin a forward that may be under way beside others; its `end` gives the result."""
+        call = self._call(steps, 0, finish)
         try:
             call.begin()
         except BaseException as error:
@@ -314,14 +317,14 @@ class CpuExecutor:
             raise
         return call
 
-    def _call(self, steps: Sequence[Step], phase: int) -> RunningCall:
+    def _call(self, steps: Sequence[Step], phase: int, *finish: Callable[[], Any]) -> RunningCall:
         if os.getpid() != self._process:
             raise ExecutionError(
                 "this placed module was made in another process, and its worker threads are not "
                 "in this one: a fork takes only the thread that forks. Place the model here, or "
                 "start processes with the 'spawn' method."
             )
-        return RunningCall(steps, self._phases[phase], self._workers)
+        return RunningCall(steps, self._phases[phase], self._workers, *finish)
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
