@@ -177,7 +177,7 @@ def test_memory_for_all_that_are_in_flight_is_there_or_the_error_says_for_how_ma
     small = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
     rows = requests(6)
     assert len(list(small.stream(rows, in_flight=3))) == 6
-    with pytest.raises(InputError, match=r"5 requests in flight .* in_flight=3, or"):
+    with pytest.raises(InputError, match=r"5 requests in flight.* in_flight=3, or"):
         next(small.stream(rows, in_flight=5))
     small.unplace()
 
@@ -217,3 +217,18 @@ def test_what_draws_or_writes_runs_one_request_after_the_other() -> None:
     torch.manual_seed(3)
     found = [y["rows"] for y in placed.stream(rows, in_flight=3)]
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_chain_is_split_for_throughput_alone() -> None:
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).eval(), torch.randn(64, 256)
+    options = {"placer": "auto", "training": False, "example_args": (x,)}
+    assert len(set(lazily(copy.deepcopy(model), **options).placement.devices)) == 1
+    placed = lazily(copy.deepcopy(model), objective="throughput", **options)
+    stats = placed.placement.stats
+    assert stats["period_ns"] < 0.6 * stats["latency_ns"]
+    assert "(the period, " in placed.report()
+    with torch.no_grad(), one_thread():
+        assert all(torch.equal(y, model(x)) for y in placed.stream([x] * 4))
+    for wrong in ({"training": True}, {"training": False, "microbatches": 2}):
+        with pytest.raises(InputError, match="training=False, and no microbatches"):
+            lazily(model, objective="throughput", **wrong)
