@@ -1,9 +1,9 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast, final
 
 import torch
@@ -19,11 +19,13 @@ from baechi.checkpointing import (
 )
 from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
-from baechi.errors import InfeasibleError, InputError, with_text
+from baechi.errors import BaechiError, InfeasibleError, InputError, with_text
 from baechi.placers.auto import check_effort
-from baechi.placers.solving import placer_of
+from baechi.placers.solving import OBJECTIVES, placer_of
+from baechi.placers.turn_orders import ordered_turns
 from baechi.probing.cluster_probe import probe
 from baechi.probing.link_probe import graph_launch_ns
+from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
 from baechi.program.stream_memory import solve_with_held
@@ -34,7 +36,12 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
 from baechi.runtime.admission import Admission
-from baechi.runtime.batched_calls import BatchSpec, ModelWithLoss, check_microbatches
+from baechi.runtime.batched_calls import (
+    BatchSpec,
+    Microbatches,
+    ModelWithLoss,
+    check_microbatches,
+)
 from baechi.runtime.call_traces import CallTraces, largest_that_fits
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
@@ -54,9 +61,12 @@ from baechi.tracing.calling_convention import Call, beside, canonical_call, own_
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
-from baechi.validation import check_is, check_positive, check_threads
+from baechi.units import format_ns
+from baechi.validation import check_choice, check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
+# What a turn of a micro-batch takes besides its operators and what arrives (docs/pipelining.md).
+_TURN_NS: Final = 20_000
 
 
 def place(
@@ -82,8 +92,9 @@ def place(
     dynamic: Dynamic = True,
     weights: Any = None,
     convert_weights: bool = False,
-    microbatches: int | None = None,
+    microbatches: int | str | None = None,
     batch: BatchSpec | None = None,
+    objective: str = "step",
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -132,10 +143,12 @@ def place(
             to its device; what that call does not use goes where most memory is left.
         convert_weights: Whether weights are converted to the dtypes that the model has.
         microbatches: Number of micro-batches into which every call is cut, so that devices work on
-            several at once (docs/pipelining.md). `verify`, `guard`, `compile`, `cuda_graphs` and
-            `dynamic` do nothing then, or are refused.
+            several at once (docs/pipelining.md). `"auto"`: that with the shortest predicted step,
+            of divisors of the first call's batch; each is traced and costed. `verify`, `guard`,
+            `compile`, `cuda_graphs` and `dynamic` do nothing then, or are refused.
         batch: Their dimension in the arguments that have one, by name, such as `{"x": 1}`; by
             default the first one of all tensors that are as long as the first.
+        objective: `"throughput"` places an inference for `stream`, as in `solve`, without `guard`.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -171,6 +184,11 @@ def place(
         raise InputError("convert_weights=True is for weights=..., which was not given.")
     others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
     cutting = check_microbatches(microbatches, batch, others)
+    check_choice(objective, OBJECTIVES, "objective")
+    if objective != "step" and (training or cutting.n != 1):
+        raise InputError(
+            f"objective={objective!r} is for requests: give training=False, and no microbatches=."
+        )
     target = memory_target(checkpoint)
     cluster = with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -198,7 +216,7 @@ def place(
         threads=threads_per_device,
         constraints=constraints,
         effort=effort,
-        guard=guard and placer == "auto",
+        guard=guard and placer == "auto" and objective == "step",
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
@@ -206,6 +224,7 @@ def place(
         say=say,
         weights=loader,
         microbatches=cutting.n,
+        objective=objective,
         model=model,
     )
     if loader is not None and verify and len(set(places)) > 1:
@@ -217,7 +236,7 @@ def place(
     state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(state.root, cutting.split(call)[0])
+        state.special(state.root, state.cut(model, call)[0])
     return installed(state)
 
 
@@ -252,9 +271,11 @@ class _Planner:
     checkpoint: Checkpoint
     weights: Weights | None
     microbatches: int
+    objective: str
     model: nn.Module
     traces: CallTraces
     say: Callable[[str], None]
+    choice: str = ""  # why there are so many micro-batches, if that was chosen
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
@@ -278,18 +299,9 @@ class _Planner:
         homes: Mapping[torch.Tensor, int],
     ) -> Executable:
         gradients = torch.is_grad_enabled()
-        # Collections are a tenth of the time; but what is measured is to leave no memory behind.
-        alone = nullcontext() if self.costs == "measure" else no_collections()
-        # A first call without gradients must not make a plan that has none.
-        with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
-            if self.weights is None:
-                refuse_meta(model)
-            call = own_objects(model, beside(model, call))
-            devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-            # Weights that were read to several devices may fit on no single one.
-            apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
-            with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
-                traced = self.traces.trace(model, call, kin)
+        with self._planning():
+            call, traced = self._traced(model, call, kin, gradients=gradients)
+            with torch.set_grad_enabled(gradients):
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
                 return taken
@@ -315,7 +327,7 @@ class _Planner:
             )
             special = self._guarded(special, homes)
             placement = special.placement
-            special.note = self.traces.note(model, call, kin)
+            special.note = self.choice or self.traces.note(model, call, kin)
             if shapes is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
@@ -329,6 +341,71 @@ class _Planner:
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        # Collections are a tenth of the time; but what is measured is to leave no memory behind.
+        alone = nullcontext() if self.costs == "measure" else no_collections()
+        # A first call without gradients must not make a plan that has none.
+        with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
+            yield
+
+    def _traced(
+        self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
+    ) -> tuple[Call, Traced]:
+        """A call with objects of its own, and its trace."""
+        if self.weights is None:
+            refuse_meta(model)
+        call = own_objects(model, beside(model, call))
+        devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+        # Weights that were read to several devices may fit on no single one.
+        apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
+        with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
+            return call, self.traces.trace(model, call, kin)
+
+    def choose(
+        self, model: nn.Module, call: Call, cutting: Microbatches
+    ) -> tuple["_Planner", Microbatches]:
+        """What plans for the number of micro-batches with the shortest predicted step.
+
+        The smaller of two that are alike. If there is a plan for none, the whole batch's error.
+        """
+        steps: dict[int, int] = {}
+        failures: dict[int, BaechiError] = {}
+        for n in cutting.choices(call):
+            some, planner = replace(cutting, n=n), replace(self, microbatches=n)
+            try:
+                steps[n] = planner._step_ns(model, some.split(call)[0])
+            except BaechiError as error:
+                failures[n] = error
+        if not steps:
+            raise failures[1]
+        n = min(steps, key=steps.__getitem__)
+        rows = ", ".join(f"{m}: {format_ns(step_ns)}" for m, step_ns in steps.items())
+        choice = f"microbatches='auto' chose {n}, by predicted steps ({rows})."
+        choice += "".join(f" Not {m}: {error}" for m, error in list(failures.items())[:1])
+        self.say(choice)
+        return replace(self, microbatches=n, choice=choice), replace(cutting, n=n)
+
+    def _step_ns(self, model: nn.Module, call: Call) -> int:
+        """The predicted step of micro-batches like this call, with what their turns take."""
+        n, loss, gradients = (
+            self.microbatches,
+            isinstance(model, ModelWithLoss),
+            torch.is_grad_enabled(),
+        )
+        with self._planning():
+            call, traced = self._traced(model, call, (), gradients=gradients)
+            if n > 1:
+                batch_dimensions(traced, call, loss=loss, say=self.say)
+            graph, placement, _ = self._solved(traced, {}, n)
+        if n == 1 or loss or not self.training:
+            turns = len(placement.turns or segments_of(graph, placement))
+            return simulate(graph, self.cluster, placement).makespan_ns + turns * _TURN_NS
+        rhythm = ordered_turns(graph, self.cluster, placement, n, joined=True)
+        if overflows(Schedule((), (), rhythm.peak_bytes), self.cluster, self.constraints):
+            raise InputError(f"what {n} micro-batches keep does not fit; step() keeps less.")
+        return rhythm.step_ns + len(rhythm.turns) * _TURN_NS
 
     def _executable(
         self, traced: Traced, graph: OpGraph, placement: Placement, **microbatches: Any
@@ -371,7 +448,7 @@ class _Planner:
     @property
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
-        cut = self.microbatches > 1
+        cut = self.microbatches != 1
         wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads, cut)
         return any(wish not in (False, None) for wish in wishes)
 
@@ -430,6 +507,7 @@ class _Planner:
                     constraints=constraints,
                     replayed=self.cuda_graphs is not False,
                     microbatches=batches,
+                    objective=self.objective,
                 )
                 return graph, placement, again
             except (InfeasibleError, InputError) as error:

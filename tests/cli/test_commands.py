@@ -297,6 +297,16 @@ def test_solve_and_report_of_micro_batches():
     run("report", "a.graph.json", "cluster.json", "p.json", "--schedule", "s.json",
         "--trace", "t.json")  # fmt: skip
     assert '"forward of batch 2"' in Path("t.json").read_text()
+    text = run("solve", "a.graph.json", "cluster.json", "--microbatches", "auto", code=2)
+    assert "a graph of each size" in text
+
+
+@pytest.mark.usefixtures("files")
+def test_solve_and_report_for_throughput():
+    text = run("solve", "a.graph.json", "cluster.json", "--objective", "throughput", "-o", "p.json")
+    assert "one can end every" in text
+    assert "(the period, " in text
+    assert baechi.load("p.json") == baechi.solve(GRAPH, CLUSTER, objective="throughput")
 
 
 @pytest.mark.usefixtures("files")

@@ -20,7 +20,8 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.problem.simulation import overflows
+from baechi.placers.turn_orders import ordered_turns
+from baechi.problem.simulation import overflows, period_ns
 from baechi.storage.serialization import dumps, loads
 
 LINK = Link(latency_ns=10_000, bytes_per_s=10**11)
@@ -161,3 +162,57 @@ def test_one_micro_batch_is_as_before():
     graph, cluster = layers(4), cluster_of([10**9] * 2, LINK)
     assert solve(graph, cluster, microbatches=1) == solve(graph, cluster)
     assert Placement(graph.digest, (0,) * 9, tuple(range(9))).turns == ()
+
+
+def line(times, nbytes=10):
+    """A chain of ops."""
+    ops = tuple(Op(f"o{i}", time) for i, time in enumerate(times))
+    return OpGraph(ops, tuple(Tensor(i, (i + 1,), nbytes) for i in range(len(ops) - 1)))
+
+
+def test_for_throughput_the_period_is_least_and_then_the_step():
+    graph, cluster = line([400, 100, 100, 100, 100]), cluster_of([10**6] * 2, Link(5, 10**9))
+    one = solve(graph, cluster, effort="fast")
+    assert len(set(one.devices)) == 1
+    placement = solve(graph, cluster, effort="fast", objective="throughput")
+    assert placement.devices == tuple(placement.devices[:1] + 4 * (1 - placement.devices[0],))
+    step_ns = simulate(graph, cluster, placement).makespan_ns
+    assert step_ns == placement.stats["latency_ns"] == 815
+    assert placement.stats["period_ns"] == 400
+    steps = [ordered_turns(graph, cluster, placement, n).step_ns for n in (8, 16)]
+    assert steps == [815 + 400 * 7, 815 + 400 * 15]
+    assert solve(graph, cluster, effort="fast", objective="throughput") == placement
+    with pytest.raises(InputError, match="microbatches="):
+        solve(graph, cluster, microbatches=2, objective="throughput")
+    with pytest.raises(InputError, match="objective is 'speed'; it must be one of step, throughp"):
+        solve(graph, cluster, objective="speed")
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_no_row_of_runs_is_faster_than_their_period(seed):
+    """And what was found has no longer one than a step, or than one device's work."""
+    graph, cluster = dense(seed)
+    placement = solve(graph, cluster, effort="fast", objective="throughput")
+    period = placement.stats["period_ns"]
+    assert period <= simulate(graph, cluster, solve(graph, cluster, effort="fast")).makespan_ns
+    for n in (1, 5):
+        assert ordered_turns(graph, cluster, placement, n).step_ns >= n * period
+
+
+def test_shared_ports_and_hosts_have_loads_of_their_own():
+    cluster = cluster_of([10**6] * 2, Link(300, 10**9))
+    graph = line([100, 100, 100], nbytes=0)
+    there_and_back = Placement(graph.digest, (0, 1, 0), (0, 1, 2))
+    periods = []
+    for ports in ("duplex", "shared", "none"):
+        some = replace(cluster, ports=ports)
+        schedule = simulate(graph, some, there_and_back)
+        periods.append(period_ns(graph, some, there_and_back, schedule))
+    assert periods == [300, 600, 200]
+    slow = replace(graph, ops=tuple(replace(op, launch_ns=250) for op in graph.ops))
+    hosted = tuple(replace(device, host="python") for device in cluster.devices)
+    some, placement = (
+        replace(cluster, devices=hosted),
+        replace(there_and_back, graph_digest=slow.digest),
+    )
+    assert period_ns(slow, some, placement, simulate(slow, some, placement)) == 750

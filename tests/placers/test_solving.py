@@ -324,3 +324,12 @@ def test_times_of_another_kind_of_device_are_told() -> None:
         warnings.simplefilter("error")
         solve(graph, Cluster((Device("d0", 8, kind="cpu"),), ((None,),)))
         solve(OpGraph((Op("a", 10),)), other)
+
+
+def test_no_number_of_micro_batches_follows_from_one_graph() -> None:
+    graph = OpGraph((Op("a", 1),), ())
+    cluster = Cluster.uniform(2, "1GiB", Link(0, 10**9))
+    with pytest.raises(InputError, match=r"several sizes.*place\(model"):
+        solve(graph, cluster, microbatches="auto")
+    with pytest.raises(InputError, match="microbatches is 'many'"):
+        solve(graph, cluster, microbatches="many")

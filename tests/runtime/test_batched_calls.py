@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -273,6 +274,68 @@ def test_what_micro_batches_cannot_be_is_said() -> None:
     for name in ("verify", "compile", "cuda_graphs"):
         with pytest.raises(InputError, match=f"{name}= does not go with microbatches"):
             lazily(Tied(), microbatches=2, **{name: True})
+
+
+class Chain(nn.Sequential):
+    """Layers that two devices can share well, if there are several batches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(2)))
+
+
+def square(y: Tensor, t: Tensor) -> Tensor:
+    """The mean of the squares."""
+    return (y - t).square().mean()
+
+
+@pytest.mark.parametrize(("width", "batch", "several"), [(8, 6, False), (512, 256, True)])
+def test_auto_takes_the_number_of_micro_batches_with_the_shortest_step(
+    width: int, batch: int, several: bool
+) -> None:
+    model, x = Chain(width), torch.randn(batch, width)
+    other = copy.deepcopy(model)
+    placed = lazily(model, microbatches="auto", placer="auto")
+    with one_thread():
+        loss = placed.step(x, targets=x, loss=square)
+    state = baechi.runtime.derived_class.placed_state(placed)
+    n, numbers = state.microbatches.n, Microbatches(0).choices(canonical_call(other, (x,), {}))
+    assert (n > 1) == several
+    steps = {}
+    for each in numbers:
+        alone = lazily(copy.deepcopy(other), microbatches=each, placer="auto")
+        alone.step(x, targets=x, loss=square)
+        assert alone.rhythm is not None
+        steps[each] = alone.rhythm.step_ns + 20_000 * len(alone.rhythm.turns)
+    assert n == min(steps, key=steps.__getitem__)
+    assert f"chose {n}, by predicted steps (1: " in placed.report()
+    with one_thread():
+        for c in x.chunk(n):
+            (square(other(c), c) / n).backward()
+    rows = zip(placed.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, own.grad) for mine, own in rows)
+    assert torch.isfinite(loss)
+    if several:
+        with pytest.raises(InputError, match=f"cannot be cut into {n} equal"):
+            placed(x[:-1])
+
+
+def test_auto_is_one_where_samples_are_mixed_and_says_why() -> None:
+    placed = lazily(Mixes(), microbatches="auto", example_args=(X.float(),))
+    with one_thread():
+        assert torch.equal(placed(X.float()), Mixes()(X.float()))
+    (remark,) = (text for text in placed.remarks if "chose 1" in text)
+    assert re.search(r"Not 2: .*softmax", remark)
+    numbers = {6: [1, 2, 6], 15: [1, 3, 15], 24: [1, 2, 4, 8, 24], 128: [1, 2, 4, 8, 16, 32]}
+    for size, expected in numbers.items():
+        call = canonical_call(Mixes(), (torch.ones(size, 1),), {})
+        assert Microbatches(0).choices(call) == expected
+
+
+class Mixes(nn.Module):
+    """A softmax over the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(0)
 
 
 def test_hooks_of_parameters_run_once_a_step_or_are_refused() -> None:

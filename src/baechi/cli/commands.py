@@ -169,9 +169,12 @@ def solve(
     max_devices: MaxDevicesOption = None,
     pin: PinOption = None,
     microbatches: Annotated[
-        int,
-        typer.Option(min=1, help="Run the graph so many times in a step: it is of a micro-batch."),
-    ] = 1,
+        str,
+        typer.Option(help="Run the graph so many times in a step: it is of a micro-batch."),
+    ] = "1",
+    objective: Annotated[
+        str, typer.Option(help="step; or throughput, of runs one behind the other.")
+    ] = "step",
 ) -> None:
     """Decide which device runs which operator, and in what order.
 
@@ -187,6 +190,7 @@ def solve(
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
         baechi solve gpt2.graph.json --devices 4 --microbatches 8
+        baechi solve gpt2.graph.json --devices 4 --objective throughput
     """
     from baechi.reporting import Plan, text_report
 
@@ -215,7 +219,8 @@ def solve(
         placer,
         effort=effort,
         constraints=limits,
-        microbatches=microbatches,
+        microbatches=int(microbatches) if microbatches.isdecimal() else microbatches,
+        objective=objective,
     )
     schedule = baechi.simulate(operators, target, placement, limits)
     show(text_report(Plan(operators, target, placement, schedule)))

@@ -27,8 +27,11 @@ from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.units import format_bytes
-from baechi.validation import INT64_MAX, FrozenDict, check_positive
+from baechi.validation import INT64_MAX, FrozenDict, check_choice, check_positive
 
+OBJECTIVES: Final = ("step", "throughput")
+# Runs one behind the other for which placements are tried.
+_STREAMED: Final = 16
 # Stands for all devices.
 EVERY: Final = -1
 # Minimum number of device choices to try if the number of devices is limited.
@@ -51,7 +54,8 @@ def solve(
     *,
     effort: str | None = None,
     constraints: Constraints | None = None,
-    microbatches: int = 1,
+    microbatches: int | str = 1,
+    objective: str = "step",
 ) -> Placement:
     """A valid placement of the graph on the cluster: it fits, and its order is topological.
 
@@ -68,6 +72,8 @@ def solve(
         constraints: Constraints besides memory.
         microbatches: How many times a step runs the graph, which is that of one micro-batch; the
             placement then has their turns (`placers/turn_orders.py`).
+        objective: `"step"`; or `"throughput"`, of runs one behind the other: first a short period,
+            the largest load of a device or port per run, then the step. Both are in `stats`.
 
     Raises:
         InfeasibleError: No placement was found; the text says whether that is proved, and names
@@ -78,6 +84,17 @@ def solve(
     Warns:
         UserWarning: The graph has times for kinds of device, and none for one of the cluster's.
     """
+    if microbatches == "auto":
+        raise InputError(
+            "microbatches='auto' compares micro-batches of several sizes, and this graph is of "
+            "one. Use baechi.place(model, ..., microbatches='auto'); or solve a graph of each size "
+            "with its number, and compare the steps."
+        )
+    count = check_positive(microbatches, "microbatches")
+    check_choice(objective, OBJECTIVES, "objective")
+    steady = objective == OBJECTIVES[1]
+    if steady and count > 1:
+        raise InputError("objective='throughput' does not go with microbatches=, of one step.")
     placer = placer_of(placer)
     if effort is None:
         effort = placer.effort if isinstance(placer, Auto) else Auto().effort
@@ -91,7 +108,7 @@ def solve(
         _explain(problem, placer, effort)
     if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
-    if check_positive(microbatches, "microbatches") == 1:
+    if count == 1 and not steady:
         return placement
     ones = [placement]
     if effort != "fast" and isinstance(placer, Auto):
@@ -100,9 +117,11 @@ def solve(
     allowed = (
         problem if problem.max_devices is None else problem.within(next(device_choices(problem)))
     )
-    found = Pipelines(graph, allowed, microbatches, effort).best(ones, placer)
+    if steady:
+        return Pipelines(graph, allowed, _STREAMED, effort).steady(ones, placer)
+    found = Pipelines(graph, allowed, count, effort).best(ones, placer)
     if found is None:
-        _explain_copies(graph, problem, placement, microbatches)
+        _explain_copies(graph, problem, placement, count)
     return found
 
 

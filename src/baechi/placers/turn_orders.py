@@ -50,7 +50,7 @@ from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.coarsening import Coarse, coarsen
 from baechi.problem.microbatches import Turns, Unrolled, launches, segments_of
 from baechi.problem.problem_arrays import LIMIT, Problem
-from baechi.problem.simulation import fits_memory, replay
+from baechi.problem.simulation import fits_memory, period_ns, replay, simulate
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
@@ -265,6 +265,21 @@ class Pipelines:
         stats = FrozenDict({"makespan_ns": step_ns, **steps, "chosen": label})
         count, name = self.microbatches, placer.name
         return replace(turns.placement, placer=name, stats=stats, microbatches=count, turns=order)
+
+    def steady(self, ones: Sequence[Placement], placer: Placer) -> Placement:
+        """The placement for requests one behind the other: of least period, then latency.
+
+        `ones` are the placer's for a single request; only `Auto` tries others.
+        """
+        rows = []
+        for label, placement in self._candidates(ones, isinstance(placer, Auto)):
+            schedule = simulate(self.graph, self.problem.cluster, placement)
+            period = period_ns(self.graph, self.problem.cluster, placement, schedule)
+            rows.append((period, schedule.makespan_ns, label, placement))
+        period, latency_ns, chosen, best = min(rows, key=lambda row: row[:2])
+        stats: dict[str, int | float | str] = {label: found for found, _, label, _ in rows}
+        stats |= {"period_ns": period, "latency_ns": latency_ns, "chosen": chosen}
+        return replace(best, placer=placer.name, stats=FrozenDict(stats))
 
     def _candidates(
         self, ones: Sequence[Placement], others: bool

@@ -407,3 +407,21 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
         yield Holding(home, TENSORS, tensor.nbytes, producer.start_ns, stop_ns)
         for memory, start_ns in arrivals[index].items():
             yield Holding(memory, COPIES, tensor.nbytes, start_ns, last_use[memory])
+
+
+def period_ns(graph: OpGraph, cluster: Cluster, placement: Placement, schedule: Schedule) -> int:
+    """The time per request of a long row of them: the largest load of a device, port or host.
+
+    Devices work on later requests while they wait, so that this time is approached, in whatever
+    order a single one runs.
+    """
+    busy: Counter[tuple[str, int | str]] = Counter()
+    for span in schedule.spans:
+        busy["device", span.device] += span.end_ns - span.start_ns
+    for moved in schedule.transfers if cluster.ports != "none" else ():
+        shared = cluster.ports == "shared"
+        for end, device in (("from", moved.src), ("to", moved.dst)):
+            busy["port" if shared else end, device] += moved.end_ns - moved.start_ns
+    for op, device in zip(graph.ops, placement.devices, strict=True):
+        busy["host", cluster.devices[device].host or device] += op.launch_ns
+    return max(busy.values(), default=0)

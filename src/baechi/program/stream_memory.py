@@ -80,6 +80,7 @@ def solve_with_held(
     constraints: Constraints | None = None,
     replayed: bool = False,
     microbatches: int = 1,
+    objective: str = "step",
 ) -> Placement:
     """A placement that fits including the bytes held by streams.
 
@@ -97,6 +98,7 @@ def solve_with_held(
         effort=effort,
         constraints=constraints,
         microbatches=microbatches,
+        objective=objective,
     )
     if microbatches > 1 or all(gpu is None for gpu in gpus):
         return placement
@@ -115,8 +117,9 @@ def solve_with_held(
                 held[device.name] = max(peak - known, 2 * held.get(device.name, 0))
         margins = {d: asked.margins.get(d, 0) + held.get(d, 0) for d in {**asked.margins, **held}}
         try:
+            less = replace(asked, margins=margins)
             placement = solve(
-                graph, cluster, placer, effort=effort, constraints=replace(asked, margins=margins)
+                *(graph, cluster, placer), effort=effort, constraints=less, objective=objective
             )
         except InfeasibleError:
             break

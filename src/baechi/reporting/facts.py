@@ -227,7 +227,19 @@ def summary(plan: Plan) -> tuple[str, ...]:
     transfers = len(schedule.transfers)
     moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
     moves += "s" if transfers != 1 else ""
-    return (f"{time}.", f"{memory}.", f"{moves}.", *_taking_turns(plan), *_launching(plan))
+    rows = (*_taking_turns(plan), *_streaming(plan), *_launching(plan))
+    return (f"{time}.", f"{memory}.", f"{moves}.", *rows)
+
+
+def _streaming(plan: Plan) -> list[str]:
+    """A sentence on runs one behind the other, if it was placed for them."""
+    period, latency = map(plan.placement.stats.get, ("period_ns", "latency_ns"))
+    if not isinstance(period, int) or not isinstance(latency, int):
+        return []
+    return [
+        f"Of runs one behind the other, one can end every {format_ns(period)} (the period, "
+        f"{1e9 / max(period, 1):.4g} a second); each takes {format_ns(latency)} (the latency)."
+    ]
 
 
 def _taking_turns(plan: Plan) -> list[str]:
@@ -314,8 +326,9 @@ def placer_tables(plan: Plan) -> list[Table]:
             rest.append([name, _stat(name, value)])
     if steps:
         rest = [row for row in rest if row[0] not in ("chosen", "makespan_ns")]
+    what = "period" if "period_ns" in plan.placement.stats else "step"
     tables: list[Table] = [
-        (f"What {placer} chose from", ["candidate", ">step", ""], steps),
+        (f"What {placer} chose from", ["candidate", f">{what}", ""], steps),
         (f"What placer {placer} says", ["", ">"], rest),
     ]
     return [table for table in tables if table[2]]

@@ -110,7 +110,7 @@ class Admission:
         return dict(overflows(self._schedule_at(values), self.cluster, self.constraints))
 
     def _schedule_at(self, values: Sequence[int]) -> Schedule:
-        return self._scheduled(self._graph_at(values))
+        return self._scheduled(self.graph_at(values))
 
     def _scheduled(self, graph: OpGraph) -> Schedule:
         placement = replace(self.placement, graph_digest=graph.digest)
@@ -136,7 +136,7 @@ class Admission:
 
         Measured costs are measured at the second of them when this is first called.
         """
-        graph, traced = self._graph_at(values), sized(self.traced, values)
+        graph, traced = self.graph_at(values), sized(self.traced, values)
         profiles = [rescaled(rows, _computed(traced, rows[0][0].kind)) for rows in self._known]
         times = {row.kind: op_times(graph, row.costs) for row in profiles}
         rows = zip(graph.ops, times[profiles[0].kind], strict=True)
@@ -152,7 +152,8 @@ class Admission:
             rows.append([(row, _computed(traced, row.kind)) for row in self.profiles(traced)])
         return list(map(list, zip(*rows, strict=True)))
 
-    def _graph_at(self, values: Sequence[int]) -> OpGraph:
+    def graph_at(self, values: Sequence[int]) -> OpGraph:
+        """The graph at a shape, with times as they were."""
         graph, training = self.graph, self.graph.is_training
         traced = resized(self.traced, values)
         growth = _growth(traced.module, self._facts, traced.module.facts)

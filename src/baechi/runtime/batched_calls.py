@@ -28,6 +28,7 @@ from baechi.tracing.observers import observing
 from baechi.validation import check_is, check_positive
 
 TARGETS: Final = "targets"
+_MOST_CHOSEN: Final = 32  # micro-batches, where their number is to be chosen
 # "mean", "sum", or a number for each micro-batch.
 BatchWeights: TypeAlias = str | Sequence[float] | torch.Tensor
 BatchSpec: TypeAlias = Mapping[str, int | None]
@@ -39,7 +40,7 @@ class Microbatches:
     """How a call is cut into micro-batches.
 
     Attributes:
-        n: Their number.
+        n: Their number; 0 until it is chosen.
         batch: The batch dimension of the arguments that have one, by name; None for the rule that
             all tensors have it first whose first size is that of the first tensor.
     """
@@ -56,6 +57,35 @@ class Microbatches:
         if self.n == 1:
             return [call]
         dims = self._dims(call)
+        size = self._size(call, dims)
+        if size % self.n:
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise InputError(
+                f"a batch of {size} cannot be cut into {self.n} equal micro-batches. Give a batch "
+                f"of {size - size % self.n or self.n} or {size - size % self.n + self.n} (a "
+                f"DataLoader's last one goes with drop_last=True), or microbatches= one of "
+                f"{divisors}."
+            )
+        parts = [
+            (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)
+            for tensor, dim in zip(call.tensors, dims, strict=True)
+        ]
+        return [replace(call, tensors=row, dims=dims) for row in zip(*parts, strict=True)]
+
+    def choices(self, call: Call) -> list[int]:
+        """Numbers to choose from: divisors of the batch, each at least twice the one before.
+
+        Raises:
+            InputError: The arguments have no one number of samples.
+        """
+        size, found = self._size(call, self._dims(call)), [1]
+        for n in range(2, min(size, _MOST_CHOSEN) + 1):
+            if size % n == 0 and n >= 2 * found[-1]:
+                found.append(n)
+        return found
+
+    def _size(self, call: Call, dims: Sequence[int | None]) -> int:
+        """The number of samples."""
         sizes = {
             name: tensor.shape[dim]
             for name, tensor, dim in zip(call.names, call.tensors, dims, strict=True)
@@ -70,20 +100,7 @@ class Microbatches:
                 f"dimension of those that have one, of {', '.join(call.names)}: "
                 'batch={"x": 0}.'
             )
-        size = next(iter(sizes.values()))
-        if size % self.n:
-            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise InputError(
-                f"a batch of {size} cannot be cut into {self.n} equal micro-batches. Give a batch "
-                f"of {size - size % self.n or self.n} or {size - size % self.n + self.n} (a "
-                f"DataLoader's last one goes with drop_last=True), or microbatches= one of "
-                f"{divisors}."
-            )
-        parts = [
-            (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)
-            for tensor, dim in zip(call.tensors, dims, strict=True)
-        ]
-        return [replace(call, tensors=row, dims=dims) for row in zip(*parts, strict=True)]
+        return next(iter(sizes.values()))
 
     def _dims(self, call: Call) -> tuple[int | None, ...]:
         if self.batch is None:
@@ -117,7 +134,7 @@ class Microbatches:
 
 
 def check_microbatches(
-    microbatches: int | None, batch: BatchSpec | None, others: Mapping[str, Any]
+    microbatches: int | str | None, batch: BatchSpec | None, others: Mapping[str, Any]
 ) -> Microbatches:
     """The micro-batches that `place` was asked for, with options that may not go with them.
 
@@ -128,8 +145,8 @@ def check_microbatches(
         if batch is not None:
             raise InputError("batch= names dimensions for microbatches=..., which was not given.")
         return Microbatches(1)
-    check_positive(microbatches, "microbatches")
-    for name, value in others.items() if microbatches > 1 else ():
+    n = 0 if microbatches == "auto" else check_positive(microbatches, "microbatches")
+    for name, value in others.items() if n != 1 else ():
         if value:
             raise InputError(
                 f"{name}= does not go with microbatches=: {name} works on calls of one batch. Give "
@@ -140,7 +157,7 @@ def check_microbatches(
         for dim in batch.values():
             if dim is not None:
                 check_is(dim, int, "a dimension in batch")
-    return Microbatches(microbatches, batch)
+    return Microbatches(n, batch)
 
 
 @final

@@ -12,6 +12,7 @@ from torch import fx
 from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
+from baechi.problem.simulation import simulate
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
@@ -23,7 +24,7 @@ from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.executors.cpu_workers import CpuExecutor
+from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
@@ -102,9 +103,9 @@ class Executable:
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
         self.rhythm: Rhythm | None = None
-        self.comparison = ""
         self.measured: Measurement | None = None
-        self.note = ""
+        self.note = self.comparison = ""
+        self._rooms: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}  # by family's sizes
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
         self.training = structure.is_training
@@ -432,6 +433,65 @@ class Executable:
                 step.flags[value] = tensor.requires_grad
         return executor, steps
 
+    @cached_property
+    def _is_pure(self) -> bool:
+        """True if calls without gradients neither write into state or arguments nor draw."""
+        facts, nodes = self.module.facts, self.module.graph_module.graph.nodes
+        given = [facts.nodes[n] for n in nodes if n.op in ("placeholder", "get_attr")]
+        writes = any(value.storage in facts.written for row in given for value in row.values)
+        unknown = opaque_leaves(self.module.graph_module, nodes)
+        return not (writes or unknown or any(op.random for op in self.traced.ops))
+
+    def overlaps(self, call: Call) -> bool:
+        """True if such calls may be under way side by side, on workers."""
+        executor = self._executor
+        workers = isinstance(executor, CpuExecutor) and executor.threads is not None
+        plain = self._modes is None and not self.observed and not call.objects
+        return workers and plain and self.unsplit_on is None and self._is_pure
+
+    def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall:
+        """Begin a call without gradients, beside up to `in_flight - 1` others."""
+        self._state_guard.check()
+        executor = self._executor
+        assert isinstance(executor, CpuExecutor)
+        calls = [self._carrying(call) for call in calls]
+        self._check_memory(calls[0], in_flight)
+        with torch.no_grad():
+            steps = [Step(False, None, call.tensors, executor.bound.sizes) for call in calls]
+            results = [step.results for step in steps]
+            return executor.begin(steps, lambda: self._finish(calls, results))
+
+    def _check_memory(self, call: Call, in_flight: int) -> None:
+        """Raise an error where so many calls, each at its peak, exceed a device's memory."""
+        if in_flight == 1 or self.graph is None or self.cluster is None:
+            return
+        values = None if self.family is None else self.family.joined(call)
+        if values not in self._rooms:
+            self._rooms[values] = self._rows_of_memory(values)
+        rows = zip(self.cluster.devices, self._rooms[values], strict=True)
+        most = min((row.memory_bytes - kept) // max(own, 1) for row, (kept, own) in rows)
+        if most < in_flight:
+            raise InputError(
+                f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
+                f"in_flight={max(most, 1)}, or smaller requests."
+            )
+
+    def _rows_of_memory(self, values: tuple[int, ...] | None) -> list[tuple[int, int]]:
+        """Of each device the bytes that stay, and those that a call takes beside them."""
+        graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
+        if self.admission is not None and values is not None:
+            graph = self.admission.graph_at(values)
+        homes, memories = self.placement.devices, cluster.memories
+        kept = [0] * len(memories)
+        for op, device in zip(graph.ops, homes, strict=True):
+            kept[memories[device]] += op.persistent_bytes
+        one = _forward_of(graph)
+        n = len(one.ops)
+        order = tuple(op for op in self.placement.order if op < n)
+        peaks = simulate(one, cluster, Placement(one.digest, homes[:n], order)).peak_bytes
+        rows = zip(memories, peaks, strict=True)
+        return [(kept[memory], peak * self.batches) for memory, peak in rows]
+
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""
         named = self.module.model.named_parameters()
@@ -478,6 +538,20 @@ class Executable:
             else:
                 values.append(results[self._numbers[node]])
         return values
+
+
+def _forward_of(graph: OpGraph) -> OpGraph:
+    """The forward of a step as it runs without gradients, and without state."""
+    n = graph.n_forward
+    rows = ((row, tuple(op for op in row.consumers if op < n)) for row in graph.tensors)
+    tensors = tuple(
+        replace(row, consumers=inner, kept=row.kept or n in row.consumers)
+        for row, inner in rows
+        if row.producer < n and (inner or row.kept or n in row.consumers or not graph.is_training)
+    )
+    ops = tuple(replace(op, persistent_bytes=0, late_bytes=0) for op in graph.ops[:n])
+    times = {kind: row[:n] for kind, row in graph.times.items()}
+    return OpGraph(ops, tensors, times)
 
 
 def _writers(module: TracedModule) -> frozenset[int]:

@@ -7,7 +7,7 @@
 `self.forward` and of submodules are the model's own: they run where their weights are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, cast
@@ -22,10 +22,11 @@ from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.batched_calls import BatchWeights
-from baechi.runtime.derived_class import derive, placed_state, restore
+from baechi.runtime.derived_class import Placed, derive, placed_state, restore
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
 from baechi.runtime.placed_state import KEY, PlacedState
+from baechi.runtime.request_streams import Stream
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import Specializations
 from baechi.runtime.torch_compile import compile_options
@@ -35,7 +36,7 @@ from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
 from baechi.tracing.faithfulness import refuse_scripted
 from baechi.tracing.lowering import TracedModule
-from baechi.validation import check_is, check_row, check_threads
+from baechi.validation import check_is, check_positive, check_row, check_threads
 
 
 def apply(
@@ -298,6 +299,30 @@ class PlacedModule(nn.Module):
                 hook on its gradient.
         """
         return _state(self).step(args, kwargs, targets, loss, weights)
+
+    def stream(self, requests: Iterable[Any], *, in_flight: int = 4) -> Stream:
+        """Outputs of requests, in order, several of them under way at once; without gradients.
+
+        Each is what `placed(...)` gives, in every bit: devices that have nothing to do for one
+        request work on later ones. Place for that with `objective="throughput"`; docs/pipelining.md
+        has what runs one after the other. Weights and requests must stay as they are meanwhile; a
+        call, step or move of the model waits for what is under way.
+
+        Args:
+            requests: For each call a tuple of positional arguments, a mapping of keyword arguments,
+                or the one argument. They are taken as the outputs are asked for.
+            in_flight: The most requests that are taken and whose output is not given yet.
+
+        Returns:
+            An iterator. If a request or `requests` fails, its turn raises the error, and the next
+            ones go on.
+
+        Raises:
+            InputError: `in_flight` is no positive integer; or, at a request's turn, so many, each
+                at its peak, do not fit, and the text has the largest number that does.
+        """
+        call = super(Placed, self).__call__  # type: ignore[misc]
+        return Stream(_state(self), call, requests, check_positive(in_flight, "in_flight"))
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
         """The placement for people.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, Protocol, final
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from baechi.runtime.batched_calls import (
     train,
 )
 from baechi.runtime.executable import Executable
+from baechi.runtime.executors.cpu_workers import RunningCall
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.weights import move
@@ -67,6 +68,11 @@ class Specialize(Protocol):
     @property
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
+
+    def choose(
+        self, model: nn.Module, call: Call, cutting: Microbatches
+    ) -> "tuple[Specialize, Microbatches]":
+        """What makes those for the best number of micro-batches, and that."""
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """The one among those for such calls whose family takes this one, too, if it fits."""
@@ -135,9 +141,10 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_glances", "_limit", "_moves", "_specialize", "_unsplit", "entries", "homes"),
+        *("_glances", "_limit", "_moves", "_specialize", "_streaming", "_unsplit", "entries"),
+        "homes",
         *("latest", "loaded", "lock", "meter", "microbatches", "model", "origins", "places"),
-        *("root", "steps"),
+        *("root", "steps", "underway"),
     )
 
     def __init__(
@@ -166,6 +173,9 @@ class PlacedState:
         self._unsplit: list[str] = []
         self.lock = CallLock()
         self.meter: Meter | None = None
+        # Calls of streams; what changes weights or state waits for them.
+        self.underway: WeakSet[RunningCall] = WeakSet()
+        self._streaming: Executable | None = None  # whose they are
         # What is read from files comes to several devices at once, and leaves them for the host.
         self.loaded = any(tensor.is_meta for tensor in self._tensors())
         host = torch.device("cpu")
@@ -250,8 +260,11 @@ class PlacedState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         plain: Callable[..., Any],
+        in_flight: int = 0,
     ) -> Any:
         """The module's own result, computed on its devices; `plain` is its own call.
+
+        With a number of requests in flight, a `RunningCall` if it can run beside others.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
@@ -270,10 +283,14 @@ class PlacedState:
                             "copy.deepcopy(placed)."
                         )
                     call = canonical_call(entry.module, args, kwargs)
-                    if entry is self.root and self.microbatches.n > 1:
-                        calls = self.microbatches.split(call)
-                        return self.special(entry, calls[0])(calls, self.meter)
-                    special = self.special(entry, call)
+                    cut = entry is self.root and self.microbatches.n != 1
+                    calls = self.cut(entry.module, call) if cut else [call]
+                    special = self.special(entry, calls[0])
+                    if in_flight and self.meter is None and special.overlaps(call):
+                        return self._begun(special, calls, in_flight)
+                    self.drain()
+                    if cut:
+                        return special(calls, self.meter)
                 except BaechiError as error:
                     # The cause of a `TraceError` is an error of the model's own, which cannot run.
                     untraced = isinstance(error, TraceError) and error.__cause__ is None
@@ -288,11 +305,27 @@ class PlacedState:
                         self._glances.clear()
                     self._glances[glance] = special
         self.latest = special
+        self.drain()
         self.lock.enter()
         try:
             return special.unsplit(plain, args, kwargs)
         finally:
             self.lock.leave()
+
+    def _begun(self, special: Executable, calls: Sequence[Call], in_flight: int) -> RunningCall:
+        """A call that is under way beside others of its plan."""
+        if special is not self._streaming:
+            self.drain()  # plans have workers of their own, and share the devices
+            self._streaming = special
+        running = special.begin(calls, in_flight)
+        self.underway.add(running)
+        return running
+
+    def drain(self) -> None:
+        """Wait for calls that are under way."""
+        for call in tuple(self.underway):
+            call.wait()
+            self.underway.discard(call)
 
     @property
     def _is_alone(self) -> bool:
@@ -321,13 +354,23 @@ class PlacedState:
         weights: BatchWeights,
     ) -> torch.Tensor:
         """As `PlacedModule.step`."""
-        rows = self.microbatches.weights(weights)
         if self._specialize is None:
             raise InputError("`apply` has no plan with a loss; `baechi.place` makes one.")
         with self.lock, torch.enable_grad():
+            self.drain()
             entry = self._step_entry(loss)
-            calls = self.microbatches.split(step_call(entry.module, args, kwargs, targets))
+            calls = self.cut(entry.module, step_call(entry.module, args, kwargs, targets))
+            rows = self.microbatches.weights(weights)
             return train(self.special(entry, calls[0]), calls, rows, self.meter)
+
+    def cut(self, module: nn.Module, call: Call) -> list[Call]:
+        """The calls of the micro-batches; where their number is to be chosen, the first one is."""
+        if self.microbatches.n == 0:
+            assert self._specialize is not None
+            with self.lock:
+                found = self._specialize.choose(module, call, self.microbatches)
+                self._specialize, self.microbatches = found
+        return self.microbatches.split(call)
 
     def _step_entry(self, loss: Callable[..., Any] | None) -> Entry:
         """The entry of the model with a loss; the oldest of many goes."""
@@ -347,6 +390,7 @@ class PlacedState:
             special = entry.specializations.find(call)
             if special is None or special.settled_at != self._moves:
                 if special is None or not special.is_settled:
+                    self.drain()
                     special = special or self._make(entry, call)
                     self.cover()
                     special.settle()
@@ -479,11 +523,13 @@ class PlacedState:
         self.origins = list(zip(self._tensors(), devices, strict=False))
 
     def unsettle(self) -> None:
-        """Take note that weights have moved."""
+        """Take note that weights will move."""
+        self.drain()
         self._moves += 1
 
     def close(self) -> None:
         """Stop the workers."""
+        self.drain()
         for special in self.all:
             special.close()
 

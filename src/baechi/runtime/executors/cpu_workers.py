@@ -1,23 +1,21 @@
 """The CPU executor: a worker thread per logical device, so that devices run side by side.
 
-    caller     start ───────────────────────────────────► all done
+    caller     begin ───────────────────────────────────► all ended
     worker 0     run[a b c]─(1)─┐            run[f g]
     worker 1                    └─(2)─►copy, run[d e]
 
-A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, and
-(2) the waiter closes it again as it passes. An error opens every gate: every lane goes on, finds
-it, and stops.
+A lane is a list of functions, made once, and waits (2) for events of other lanes of its call (1).
+Calls may be under way side by side: a worker goes on with the oldest one whose event is there, so
+the oldest always can. An error in a lane ends the others of its call at their next wait.
 """
 
 import contextlib
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -29,7 +27,6 @@ from baechi.tracing.calling_convention import INSIDE
 from baechi.tracing.guards import Autocast
 
 Action = Callable[[Step], None]
-Actions = Sequence[tuple[Action, int]]  # each with its micro-batch
 _State = Callable[[], contextlib.ExitStack]  # makes a context
 
 _UNPLACED: Final = (
@@ -39,64 +36,140 @@ _UNPLACED: Final = (
 
 
 @final
-class _Stopped(Exception):  # noqa: N818 (no error of its own: another lane has one)
-    """Another lane failed."""
+class _Phase:
+    """The lanes of a phase: actions, each with its micro-batch; and events, by number.
+
+    Instead of an action, True is that an event has come, and False the wait for it.
+    """
+
+    def __init__(self, program: Program, bound: Bound, number: int) -> None:
+        phase = program.phases[number]
+        # Of every event that is awaited, its lane and position, the lanes that wait.
+        awaited: dict[tuple[int, int], list[int]] = {}
+        for lane, rows in enumerate(phase.lanes):
+            for row in rows:
+                if isinstance(row, Wait):
+                    awaited.setdefault((row.lane, row.position), []).append(lane)
+        events = {event: index for index, event in enumerate(awaited)}
+        self.waiting = list(awaited.values())
+        self.lanes: list[list[tuple[Action | bool, int]]] = []
+        for lane, rows in enumerate(phase.lanes):
+            actions: list[tuple[Action | bool, int]] = []
+            for position, row in enumerate(rows):
+                if isinstance(row, Wait):
+                    actions.append((False, events[row.lane, row.position]))
+                elif isinstance(row, Copy):
+                    moves = bound.copies[number][Place(row.tensor, row.dst)]
+                    actions.append((moves.hand_over, row.batch))
+                elif isinstance(row, Free):
+                    clears = bound.frees[number][Place(row.tensor, row.device)]
+                    actions.append((clears.clear, row.batch))
+                else:
+                    segment = phase.segments[row.segment]
+                    run = "backward" if segment.backward else "forward"
+                    run = "recompute" if segment.again else run
+                    tapes = (bound.tapes[tape] for tape in segment.tapes)
+                    actions += [(getattr(tape, run), row.batch) for tape in tapes]
+                if (lane, position) in events:
+                    actions.append((True, events[lane, position]))
+            self.lanes.append(actions)
+
+
+@final
+class _Lane:
+    """A lane of a call, and how far it has come."""
+
+    def __init__(self, call: "RunningCall", actions: Sequence[tuple[Action | bool, int]]) -> None:
+        self.call = call
+        self._actions = actions
+        self._position = 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if it does not wait."""
+        action, number = self._actions[self._position]
+        call = self.call
+        return action is not False or call.came[number] or call.failure is not None
+
+    def advance(self, worker: "_Worker") -> bool:
+        """Go on to the next wait for what is not there, if other lanes are; True at the end."""
+        call = self.call
+        try:
+            with call.state():
+                for action, number in self._actions[self._position :]:
+                    if action is False:
+                        while not (call.came[number] or call.failure):
+                            if len(worker.lanes) > 1:
+                                return False
+                            worker.sleep()
+                        if call.failure is not None:
+                            return True
+                    elif action is True:
+                        call.tell(number)
+                    else:
+                        action(call.steps[number])
+                    self._position += 1
+        except BaseException as error:
+            call.fail(error)
+        return True
 
 
 @final
 class _Worker:
-    """A thread that runs one task at a time; a task is awaited before the next is submitted.
+    """A thread that runs lanes; of those that need not wait the oldest.
 
     A lock is the fastest hand-over in Python: no queue, no condition, no polling. It is only a
-    signal; the tasks that are not done yet are in a queue beside it. So a signal that is lost, or
+    signal; the lanes that have not ended are in a list beside it. So a signal that is lost, or
     never given because of a Ctrl-C, does no harm.
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._start, self._done = threading.Lock(), threading.Lock()
-        self._tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
+        self._bell = threading.Lock()
+        self.lanes: list[_Lane] = []  # each is here until it has ended
         self._closed = False
-        self._gone = False
-        threading.Thread(target=self._serve, args=(threads,), name=name, daemon=True).start()
-        self.submit(lambda: None)
-        self.wait()  # it has its threads now
+        self.gone = False
+        begun = threading.Event()
+        threading.Thread(target=self._serve, args=(threads, begun), name=name, daemon=True).start()
+        begun.wait()  # it has its threads now
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Begin a task; an error if the worker was closed."""
+    def submit(self, lane: _Lane) -> None:
+        """Begin a lane; an error if the worker was closed."""
         if self._closed:
             raise ExecutionError(_UNPLACED)
-        self._tasks.append(task)
-        _ring(self._start)
+        self.lanes.append(lane)
+        self.wake()
 
-    def wait(self) -> None:
-        """Return when the task has ended; an error if the worker was closed before it began."""
-        while self._tasks:
-            if self._gone:
-                self._tasks.clear()
-                raise ExecutionError(_UNPLACED)
-            _ring(self._start)
-            self._done.acquire()
+    def wake(self) -> None:
+        """Let it look for a lane that may go on."""
+        _ring(self._bell)
+
+    def sleep(self) -> None:
+        """Return when there may be something to do."""
+        self._bell.acquire()
 
     def close(self) -> None:
-        """End the thread, after its task."""
+        """End the thread, after its lanes."""
         self._closed = True
-        _ring(self._start)
+        self.wake()
 
-    def _serve(self, threads: int) -> None:
+    def _serve(self, threads: int, begun: threading.Event) -> None:
         INSIDE.set(True)
         # torch sets a thread's number at its first look at it, from the process's: look, then set.
         torch.get_num_threads()
         torch.set_num_threads(threads)
-        while True:
-            while not self._tasks:
-                if self._closed:
-                    self._gone = True
-                    _ring(self._done)
-                    return
-                self._start.acquire()
-            self._tasks[0]()
-            self._tasks.popleft()  # a step that is done must not be kept until the next
-            _ring(self._done)
+        begun.set()
+        lanes = self.lanes
+        while lanes or not self._closed:
+            ready = next((i for i in range(len(lanes)) if lanes[i].may_go_on), -1)
+            if ready < 0:
+                self.sleep()
+            elif lanes[ready].advance(self):
+                ended = lanes[ready].call.ended
+                del lanes[ready]  # a step that is done must not be kept until the next
+                _ring(ended)
+        self.gone = True
+        for lane in lanes:  # too late
+            _ring(lane.call.ended)
 
 
 def _ring(bell: threading.Lock) -> None:
@@ -106,42 +179,72 @@ def _ring(bell: threading.Lock) -> None:
 
 
 @final
-class _Gates:
-    """A gate for each wait; and the first error, which opens them all."""
+class RunningCall:
+    """A phase of a call under way.
 
-    def __init__(self) -> None:
+    Attributes:
+        steps: One for each micro-batch.
+        came: Whether an event has come, by its number.
+        ended: Open when a lane has ended.
+        failure: The first error.
+        state: Makes a context of the caller's settings, for workers.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        phase: _Phase,
+        workers: Sequence[_Worker],
+        finish: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.steps, self._finish = steps, finish
+        self._phase, self._workers = phase, workers
+        self.came = [False] * len(phase.waiting)
         self.failure: BaseException | None = None
-        self._locks: list[threading.Lock] = []
+        self.state = _callers_state()
+        self.ended = threading.Lock()
+        rows = zip(workers, phase.lanes, strict=False)
+        self._lanes = [(worker, _Lane(self, actions)) for worker, actions in rows if actions]
+        self._rest = self._lanes[::-1]
 
-    def add(self) -> int:
-        """A new gate, closed."""
-        self._locks.append(threading.Lock())
-        self._locks[-1].acquire()
-        return len(self._locks) - 1
+    def begin(self) -> None:
+        """Submit the lanes that are not begun, unless one has failed."""
+        while self._rest and self.failure is None:
+            worker, lane = self._rest.pop()
+            worker.submit(lane)
 
-    def reset(self) -> None:
-        """Close all gates after a failure."""
-        for gate in self._locks:
-            gate.acquire(blocking=False)
-        self.failure = None
-
-    def wait(self, number: int, step: Step) -> None:  # noqa: ARG002 (an action)
-        """Pass a gate when it is open, and close it."""
-        self._locks[number].acquire()
-        if self.failure is not None:
-            raise _Stopped
-
-    def open(self, numbers: Sequence[int], step: Step) -> None:  # noqa: ARG002 (an action)
-        """Open some gates."""
-        for number in numbers:
-            _ring(self._locks[number])  # a failure may have opened it
+    def tell(self, event: int) -> None:
+        """Let those go on that wait for an event."""
+        self.came[event] = True
+        for lane in self._phase.waiting[event]:
+            self._workers[lane].wake()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error, and open every gate, so that all waiters see it."""
+        """Keep the first error, and let every lane see it."""
         if self.failure is None:
             self.failure = error
-        for lock in self._locks:
-            _ring(lock)
+        for worker, _ in self._lanes:
+            worker.wake()
+
+    def wait(self) -> None:
+        """Return when all lanes that were begun have ended."""
+        for worker, lane in tuple(self._lanes):
+            while lane in worker.lanes:
+                if worker.gone:
+                    worker.lanes.clear()
+                    self.fail(ExecutionError(_UNPLACED))
+                    break
+                worker.wake()
+                self.ended.acquire()
+        _ring(self.ended)  # another thread may wait, too
+        self._lanes.clear()  # each of which holds the call
+
+    def end(self) -> Any:
+        """What `finish` returns when it has ended; or raises its error."""
+        self.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self._finish()
 
 
 @final
@@ -157,8 +260,7 @@ class CpuExecutor:
 
     def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
         self.bound = bound
-        self._gates = _Gates()
-        self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
+        self._phases = [_Phase(program, bound, i) for i in range(len(program.phases))]
         self._workers: list[_Worker] = []
         self.threads: int | None = None
         used = sorted({tape.device for tape in program.tapes})
@@ -188,92 +290,46 @@ class CpuExecutor:
             ExecutionError: An operator failed, this is a fork of the process with the workers, or
                 they were stopped by `close`.
         """
-        lanes = self._lanes[phase]
         if not self._workers:
-            rows = chain.from_iterable(lanes)  # of the one device, in the caller's thread
+            rows = chain.from_iterable(self._phases[phase].lanes)  # of one device, in this thread
             for action, batch in rows:
+                assert not isinstance(action, bool)
                 action(steps[batch])
             return
+        with self._busy:  # calls from two threads take turns
+            call = self._call(steps, phase)
+            while True:  # until all that was begun has ended, whatever happens here meanwhile
+                try:
+                    call.begin()
+                    call.wait()
+                    break
+                except BaseException as error:  # Ctrl-C: stop the lanes, then let it through
+                    call.fail(error)
+            call.end()
+
+    def begin(self, steps: Sequence[Step], finish: Callable[[], Any]) -> RunningCall:
+        """Begin a forward that may be under way beside others; its `end` gives the result."""
+        call = self._call(steps, 0, finish)
+        try:
+            call.begin()
+        except BaseException as error:
+            call.fail(error)
+            raise
+        return call
+
+    def _call(self, steps: Sequence[Step], phase: int, *finish: Callable[[], Any]) -> RunningCall:
         if os.getpid() != self._process:
             raise ExecutionError(
                 "this placed module was made in another process, and its worker threads are not "
                 "in this one: a fork takes only the thread that forks. Place the model here, or "
                 "start processes with the 'spawn' method."
             )
-        with self._busy:  # calls from two threads take turns
-            self._run_side_by_side(steps, lanes)
-
-    def _run_side_by_side(self, steps: Sequence[Step], lanes: Sequence[Actions]) -> None:
-        gates, state = self._gates, _callers_state()
-        if gates.failure is not None:  # a Ctrl-C came while the last failure was cleared away
-            gates.reset()
-        left = [device for device, actions in enumerate(lanes) if actions]
-        while True:  # until all that was begun has ended, whatever happens here meanwhile
-            try:
-                while left and gates.failure is None:
-                    device = left.pop()
-                    task = partial(_run_lane, steps, lanes[device], state, gates)
-                    self._workers[device].submit(task)
-                for worker in self._workers:
-                    worker.wait()
-                break
-            except BaseException as error:  # Ctrl-C: stop the workers, then let it through
-                gates.fail(error)
-        failure = gates.failure
-        if failure is not None:
-            gates.reset()
-            raise failure
+        return RunningCall(steps, self._phases[phase], self._workers, *finish)
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.close()
-
-
-def _run_lane(steps: Sequence[Step], actions: Actions, state: _State, gates: _Gates) -> None:
-    try:
-        with state():
-            for action, batch in actions:
-                action(steps[batch])
-    except _Stopped:
-        pass
-    except BaseException as error:
-        gates.fail(error)
-
-
-def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[Actions]:
-    """The actions of each lane in a phase."""
-    phase = program.phases[number]
-    awaited: dict[tuple[int, int], list[int]] = {}  # the gates of every event, one for each waiter
-    waits: dict[tuple[int, int], int] = {}
-    for lane, rows in enumerate(phase.lanes):
-        for position, row in enumerate(rows):
-            if isinstance(row, Wait):
-                waits[lane, position] = gate = gates.add()
-                awaited.setdefault((row.lane, row.position), []).append(gate)
-    lanes: list[Actions] = []
-    for lane, rows in enumerate(phase.lanes):
-        actions: list[tuple[Action, int]] = []
-        for position, row in enumerate(rows):
-            if isinstance(row, Wait):
-                actions.append((partial(gates.wait, waits[lane, position]), 0))
-            elif isinstance(row, Copy):
-                moves = bound.copies[number][Place(row.tensor, row.dst)]
-                actions.append((moves.hand_over, row.batch))
-            elif isinstance(row, Free):
-                clears = bound.frees[number][Place(row.tensor, row.device)]
-                actions.append((clears.clear, row.batch))
-            else:
-                segment = phase.segments[row.segment]
-                run = (
-                    "recompute" if segment.again else "backward" if segment.backward else "forward"
-                )
-                tapes = (bound.tapes[tape] for tape in segment.tapes)
-                actions += [(getattr(tape, run), row.batch) for tape in tapes]
-            if (lane, position) in awaited:
-                actions.append((partial(gates.open, awaited[lane, position]), 0))
-        lanes.append(actions)
-    return lanes
 
 
 def _callers_state() -> _State:
