@@ -1,6 +1,7 @@
 """What a machine has: names, capacities, links."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -
         "torch_device": lambda name: torch.device(name.split("/")[0]),
         "_free_bytes": lambda *_: 5,
         "device_kind": lambda place: place.type,
-        "_links": lambda names, _: (((Link(0, 1),) * len(names),) * len(names), {}),
+        "_links": lambda names, *_, **__: (((Link(0, 1),) * len(names),) * len(names), {}),
     }.items():
         monkeypatch.setattr(cluster_probe, name, value)
     own = baechi.Device("cuda:2", 5)
@@ -123,8 +124,9 @@ def test_bad_devices_are_refused(devices: object, text: str) -> None:
 
 
 @pytest.fixture
-def unmeasured() -> Iterator[None]:
+def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No hand-over is known before, and none that a test made up is known afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cluster_probe._handover.cache_clear()
     yield
     cluster_probe._handover.cache_clear()
@@ -148,11 +150,19 @@ def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_process_measures_a_hand_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_over_is_measured_once_or_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cluster_probe, "handover", lambda: handed(33, 7))
     first = baechi.probe(["cpu:0", "cpu:1"])
     monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("it is known"))
     assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
+    cluster_probe._handover.cache_clear()  # as in another process
+    assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
+    monkeypatch.setattr(cluster_probe, "handover", lambda: handed(44, 9))
+    assert cluster_probe.survey(["cpu:0", "cpu:1"], anew=True).cluster.uniform_link == handed(44, 9)
+    cluster_probe._handover.cache_clear()
+    assert baechi.probe(["cpu:0", "cpu:1"]).uniform_link == handed(44, 9)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from baechi.costs.profile_cache import Conditions, Measured, ProfileStore
 from baechi.errors import InputError
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
@@ -24,7 +25,13 @@ from baechi.probing.link_probe import (
     lane_ns,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
-from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device, usable_gpus
+from baechi.torch_support.torch_devices import (
+    blas_bytes,
+    device_kind,
+    hardware,
+    torch_device,
+    usable_gpus,
+)
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
@@ -35,6 +42,7 @@ _RESERVED_SHARE: Final = 0.05
 _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
+_METHOD: Final = 1  # changes with how a hand-over is measured
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -82,10 +90,12 @@ def probe(devices: Devices = None) -> Cluster:
     return survey(devices).cluster
 
 
-def survey(devices: Devices = None) -> Survey:
+def survey(devices: Devices = None, *, anew: bool = False) -> Survey:
     """The cluster of the named devices, as `probe` says, with how well its links fit.
 
     Every ordered pair of torch devices is measured once, whatever the number of logical devices.
+    A hand-over between CPU workers is the machine's alone: it is kept in the store of costs, and
+    measured again, once in a process, if `anew`.
     """
     if isinstance(devices, Cluster):
         return Survey(devices, {})
@@ -103,7 +113,7 @@ def survey(devices: Devices = None) -> Survey:
         host = HOST if place.type == "cuda" else ""
         rows.append(Device(device, memory, kind=device_kind(place), host=host))
     cluster = Cluster.connected(rows, Link(0, 1))  # checks them before links are measured
-    links, fits = _links(names, places)
+    links, fits = _links(names, places, anew=anew)
     hosted = [
         place.type == "cuda" and row.host != "" for row, place in zip(rows, places, strict=True)
     ]
@@ -118,7 +128,7 @@ def survey(devices: Devices = None) -> Survey:
 
 
 def _links(
-    names: Sequence[str], places: Sequence[torch.device]
+    names: Sequence[str], places: Sequence[torch.device], *, anew: bool
 ) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
     """The table of links, and the fits of those that copy."""
 
@@ -126,7 +136,7 @@ def _links(
     def measured(src: torch.device, dst: torch.device) -> Link | LinkFit:
         if src != dst:
             return _fit(names[places.index(src)], names[places.index(dst)], src, dst)
-        return _handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
+        return _handover(anew=anew) if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
 
     fits: dict[tuple[str, str], LinkFit] = {}
 
@@ -144,9 +154,23 @@ def _links(
 
 
 @cache
-def _handover() -> Link:
-    """A hand-over between CPU workers, measured once in a process: it is the machine's alone."""
-    return handover()
+def _handover(*, anew: bool) -> Link:
+    """A hand-over between CPU workers: that in the store of costs, or measured for it."""
+    conditions = Conditions(
+        kind="cpu",
+        hardware=hardware(torch.device("cpu")),
+        threads=1,
+        torch=torch.__version__,
+        settings="a hand-over",
+        method=_METHOD,
+    )
+    with ProfileStore() as store:
+        known = None if anew else store.find("link", conditions)
+        if known is None:
+            link = handover()
+            known = Measured(link.latency_ns, link.overhead_ns)
+            store.keep("link", conditions, known)
+    return Link(known.forward_ns, FREE_BYTES_PER_S, known.backward_ns)
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:

@@ -296,39 +296,46 @@ class Comparison:
         )
 
 
+def remembered(traced: Traced, n_ops: int, places: Sequence[torch.device]) -> Comparison | None:
+    """What `compare` found before for a model whose graph has so many ops; None if nothing."""
+    conditions = _conditions(places)
+    with ProfileStore() as store:
+        split, single = (store.find(key, conditions) for key in _keys(traced, n_ops))
+    both = split is not None and single is not None
+    return Comparison(split.forward_ns, single.forward_ns) if both else None
+
+
 def compare(split: Executable, single: Executable) -> Comparison:
     """The steps of both, from the store of costs or measured; nothing of the steps stays."""
-    conditions, keys = _conditions(split), [_key(split), _key(single)]
+    traced, n_ops, places = split.traced, len(split.placement.devices), split.places
+    known = remembered(traced, n_ops, places)
+    if known is not None:
+        return known
+    samples: tuple[list[int], list[int]] = ([], [])
+    predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
+    steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
+    for _ in range(_ROUNDS if steps else 1):  # of long steps one each
+        for special, row in zip((split, single), samples, strict=True):
+            special.settle()
+            with _running(special) as run:
+                row.extend(run.times(max(1, steps), warm_up=1))
+    medians = [int(statistics.median(row)) for row in samples]
     with ProfileStore() as store:
-        known = [store.find(key, conditions) for key in keys]
-        if known[0] is not None and known[1] is not None:
-            return Comparison(known[0].forward_ns, known[1].forward_ns)
-        samples: tuple[list[int], list[int]] = ([], [])
-        predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
-        steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
-        for _ in range(_ROUNDS if steps else 1):  # of long steps one each
-            for special, row in zip((split, single), samples, strict=True):
-                special.settle()
-                with _running(special) as run:
-                    row.extend(run.times(max(1, steps), warm_up=1))
-        medians = [int(statistics.median(row)) for row in samples]
-        for key, step_ns in zip(keys, medians, strict=True):
-            store.keep(key, conditions, Measured(step_ns))
+        for key, step_ns in zip(_keys(traced, n_ops), medians, strict=True):
+            store.keep(key, _conditions(places), Measured(step_ns))
     return Comparison(*medians)
 
 
-def _key(special: Executable) -> str:
-    """The operators, with shapes and constants, and whether they are on one device or on several.
+def _keys(traced: Traced, n_ops: int) -> list[str]:
+    """The operators, with shapes and constants, split over devices, and on one device.
 
     Not on which: links are measured anew in each process, and splits differ by that.
     """
-    ops, n = len(special.placement.devices), len(set(special.placement.devices))
-    text = f"{special.traced.digest} {ops} {'split' if n > 1 else 'one device'}"
-    return f"step {hashlib.sha256(text.encode()).hexdigest()}"
+    texts = [f"{traced.digest} {n_ops} {how}" for how in ("split", "one device")]
+    return [f"step {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
 
 
-def _conditions(special: Executable) -> Conditions:
-    places: Sequence[torch.device] = special.places
+def _conditions(places: Sequence[torch.device]) -> Conditions:
     return Conditions(
         kind=", ".join(map(device_kind, places)),
         hardware=", ".join(dict.fromkeys(map(hardware, places))),
