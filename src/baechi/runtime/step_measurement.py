@@ -72,8 +72,10 @@ def _running(executable: Executable) -> Iterator["_Steps"]:
     loss_device = executable.placement.devices[loss] if executable.training else 0
     # The model's own Python may leave notes in it; the program has none.
     own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
-    with _kept(module.model, executable.places), module.call.autocast.applied(), own:
-        yield _Steps(executable, module.model, module.call, loss_device)
+    placed_for = executable.admission  # a family's graph and schedule may be of a larger shape
+    call = module.call if placed_for is None else placed_for.family.call_at(placed_for.reference)
+    with _kept(module.model, executable.places), call.autocast.applied(), own:
+        yield _Steps(executable, module.model, call, loss_device)
 
 
 def planned_state_bytes(
