@@ -303,8 +303,9 @@ def remembered(traced: Traced, n_ops: int, places: Sequence[torch.device]) -> Co
     conditions = _conditions(places)
     with ProfileStore() as store:
         split, single = (store.find(key, conditions) for key in _keys(traced, n_ops))
-    both = split is not None and single is not None
-    return Comparison(split.forward_ns, single.forward_ns) if both else None
+    if split is None or single is None:
+        return None
+    return Comparison(split.forward_ns, single.forward_ns)
 
 
 def compare(split: Executable, single: Executable) -> Comparison:
