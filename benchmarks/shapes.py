@@ -4,8 +4,7 @@
 
 Claims: a new shape of a known family takes less than 50 ms before its first kernel, and less than
 50 us after; training on 7 lengths in turns takes at most 1.15 of the time at one length; a step of
-`generate` with a growing cache takes at most 1.05 of one whose shape was planned by itself; from
-`place` to the first result of 24 layers whose costs are estimated it takes at most 4 s.
+`generate` with a growing cache takes at most 1.05 of one whose shape was planned by itself.
 """
 
 import copy
@@ -56,14 +55,6 @@ def seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def first_result(layers: int) -> tuple[float, float]:
-    """Seconds from `place` to the loss of a new model, and those of processors."""
-    model, ids = llama(layers).train(), torch.randint(3, 500, (2, 32))
-    given, start = {"input_ids": ids, "labels": ids}, time.process_time()
-    wall = seconds(lambda: placed(model, placer="auto", example_kwargs=given)(**given))
-    return wall, time.process_time() - start
 
 
 def new_shape(layers: int) -> tuple[float, float]:
@@ -141,8 +132,6 @@ def generation(tokens: int) -> tuple[float, int]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    wall, busy = first_result(24)
-    print(f"place to first result, 24 layers         {wall:8.1f} s, processors {busy:.1f} s")
     first, later = new_shape(12)
     print(f"a new shape, 12 layers, the first time   {first * 1e3:8.1f} ms")
     print(f"the same shape later                     {later * 1e6:8.1f} us")

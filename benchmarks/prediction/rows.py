@@ -21,6 +21,7 @@ from benchmarks.prediction.models import build
 from benchmarks.quiet import Quiet
 
 import baechi
+from baechi.probing.cluster_probe import survey
 
 MODES: Final = ("forward", "training")
 _FEW_CUTS: Final = 2  # per device: a model in so many pieces, in a row
@@ -242,7 +243,7 @@ def _measured(
             if any(case.profiled is profiled for case in left):
                 profiled.measure()
         sizes = {case.devices for case in left}
-        clusters = {size: baechi.probe(device_names(kind, size)) for size in sorted(sizes)}
+        clusters = {n: survey(device_names(kind, n), anew=True).cluster for n in sorted(sizes)}
         for case in left:
             name, batch, mode, devices, placement = case.title
             say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")

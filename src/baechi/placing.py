@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, cast, final
 
 import torch
@@ -48,7 +49,7 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
-from baechi.runtime.step_measurement import compare
+from baechi.runtime.step_measurement import Comparison, compare, remembered
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
@@ -314,7 +315,9 @@ class _Planner:
             shapes = self.traces.references(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
-                    traced if shapes is None else sized(traced, shapes[0]), homes, batches
+                    traced if shapes is None else sized(traced, shapes[0]),
+                    *(homes, batches),
+                    partial(self._remembered, traced, cut=batches > 1 or loss),
                 )
             except InfeasibleError as error:
                 raise with_text(error, f"{error}{largest_that_fits(call, kin)}") from None
@@ -427,14 +430,16 @@ class _Planner:
         """What is faster by measurement: a split, or all on the best device, where that fits."""
         traced, graph = split.traced, cast(OpGraph, split.graph)
         cut = split.batches > 1 or split.own_loss
-        if not self.guard or self.checkpoint or cut or len(set(split.placement.devices)) == 1:
+        if not self.guard or self.checkpoint or cut:
             return split
-        constraints = pinned(traced, self.cluster, homes, self.constraints)
-        try:
-            placement = solve_with_held(
-                *(graph, self.cluster, "single", self._gpus), constraints=constraints
-            )
-        except (InfeasibleError, InputError):
+        if len(set(split.placement.devices)) == 1:
+            found = self._remembered(traced, graph, cut=cut)
+            if found is not None and not found.prefers_split:
+                self.say(str(found))
+                split.comparison = str(found)
+            return split
+        placement = self._single(graph, pinned(traced, self.cluster, homes, self.constraints))
+        if placement is None:
             return split
         single = self._executable(traced, graph, placement)
         found = compare(split, single)
@@ -444,6 +449,22 @@ class _Planner:
         kept.settle()
         kept.comparison = str(found)
         return kept
+
+    def _remembered(self, traced: Traced, graph: OpGraph, *, cut: bool) -> Comparison | None:
+        """What was found faster in an earlier run, where `_guarded` would measure it."""
+        if not self.guard or self.checkpoint or cut or len(self.cluster.devices) == 1:
+            return None
+        graphs = self.cuda_graphs is not False
+        return remembered(traced, len(graph.ops), self.places, graphs=graphs)
+
+    def _single(self, graph: OpGraph, constraints: Constraints | None) -> Placement | None:
+        """All on the best device; None if that does not fit."""
+        try:
+            return solve_with_held(
+                *(graph, self.cluster, "single", self._gpus), constraints=constraints
+            )
+        except (InfeasibleError, InputError):
+            return None
 
     @property
     def needs_runtime(self) -> bool:
@@ -457,11 +478,16 @@ class _Planner:
         return list(gpus_of(self.places))
 
     def _solved(
-        self, traced: Traced, homes: ParameterDevices, batches: int
+        self,
+        traced: Traced,
+        homes: ParameterDevices,
+        batches: int,
+        compared: Callable[[OpGraph], Comparison | None],
     ) -> tuple[OpGraph, Placement, Any]:
         """The graph, its placement, and what runs forward again in it.
 
-        Parameters and buffers are where earlier calls put them.
+        Parameters and buffers are where earlier calls put them. A split that an earlier run found
+        slower than one device, and would again, is not searched for.
 
         If that does not fit, those without optimizer state may move.
         """
@@ -483,6 +509,7 @@ class _Planner:
                 self.say(f"recomputing {', '.join(again)}, whose gradient checkpointing is on")
         graph = graph_of(again)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
+        known = compared(graph)
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]
         for stay in tiers:
@@ -501,7 +528,9 @@ class _Planner:
                         self.say(f"recomputing {', '.join(names)}")
                 n = len(self.cluster.devices)
                 self.say(f"placing {len(graph.ops)} operators on {n} devices")
-                placement = solve_with_held(
+                single = known is not None and not known.prefers_split
+                placement = self._single(graph, constraints) if single else None
+                placement = placement or solve_with_held(
                     *(graph, self.cluster, self.placer, self._gpus),
                     effort=self.effort,
                     constraints=constraints,

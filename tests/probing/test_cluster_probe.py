@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -
         "device_kind": lambda place: place.type,
         "lane_ns": lambda _: 0,
         "_fit": lambda *_: LinkFit(Link(0, 1), (), 0.0, 0),
-        "_handover": lambda pair: Link(0, 1, 7 if "/" in pair[0] else 9),
+        "_handover": lambda pair, **_: Link(0, 1, 7 if "/" in pair[0] else 9),
     }.items():
         monkeypatch.setattr(cluster_probe, name, value)
     own = baechi.Device("cuda:2", 5)
@@ -144,8 +145,9 @@ def test_bad_devices_are_refused(devices: object, text: str) -> None:
 
 
 @pytest.fixture
-def unmeasured() -> Iterator[None]:
+def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No hand-over is known before, and none that a test made up is known afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cluster_probe._handover.cache_clear()
     yield
     cluster_probe._handover.cache_clear()
@@ -154,7 +156,7 @@ def unmeasured() -> Iterator[None]:
 @pytest.mark.usefixtures("unmeasured")
 def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    found = cache(lambda: calls.append(1) or handed(33, 7))
+    found = cache(lambda **_: calls.append(1) or handed(33, 7))
     monkeypatch.setattr(cluster_probe, "_handover", found)
     survey = cluster_probe.survey([f"cpu:{index}" for index in range(4)])
     assert len(calls) == 1
@@ -165,16 +167,26 @@ def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyP
 
 
 def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_probe, "_handover", lambda: pytest.fail("nothing is handed over"))
+    monkeypatch.setattr(
+        cluster_probe, "_handover", lambda **_: pytest.fail("nothing is handed over")
+    )
     assert baechi.probe("cpu:0").links == ((None,),)
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_process_measures_a_hand_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_probe, "_steps", lambda _modules, _x: [(1000, 900), (2000, 1800)])
+def test_a_hand_over_is_measured_once_or_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_probe, "handover", lambda _: handed(33, 7))
     first = baechi.probe(["cpu:0", "cpu:1"])
-    monkeypatch.setattr(link_probe, "_steps", lambda *_: pytest.fail("it is known"))
+    monkeypatch.setattr(cluster_probe, "handover", lambda _: pytest.fail("it is known"))
     assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
+    cluster_probe._handover.cache_clear()  # as in another process
+    assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
+    monkeypatch.setattr(cluster_probe, "handover", lambda _: handed(44, 9))
+    assert cluster_probe.survey(["cpu:0", "cpu:1"], anew=True).cluster.uniform_link == handed(44, 9)
+    cluster_probe._handover.cache_clear()
+    assert baechi.probe(["cpu:0", "cpu:1"]).uniform_link == handed(44, 9)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -325,6 +325,17 @@ def test_the_schedule_of_another_shape_has_its_computed_times() -> None:
     module.unplace()
 
 
+def test_a_step_is_measured_at_the_sizes_that_were_planned_for() -> None:
+    moved = []
+    for shapes in ([(2, 32), (3, 64)], [(3, 64), (2, 32)]):  # the second one is traced
+        module = lazily(Mixed().train())
+        for shape in shapes:
+            module(ids_of(*shape))
+        moved.append(module.measure(1).moved_bytes)
+        module.unplace()
+    assert moved[0] == moved[1] > 0
+
+
 def test_measured_times_of_another_shape_follow_from_those_of_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

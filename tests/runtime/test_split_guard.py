@@ -41,13 +41,13 @@ class Branches(nn.Module):
         return left + right
 
 
-def place(model: nn.Module, **options: Any) -> Any:
+def place(model: nn.Module, *, devices: Any = None, **options: Any) -> Any:
     """On two devices, with costs by which a split is faster."""
     x = torch.ones(2, 4)
     profile = placing.made_up_profile(baechi.trace(model, (x,)))
     placed = baechi.place(
         model,
-        placing.cpus(2, "1GiB"),
+        placing.cpus(2, "1GiB") if devices is None else devices,
         **{"costs": profile, "training": False, "progress": False} | options,
     )
     placed(x)
@@ -75,6 +75,28 @@ def test_a_split_that_is_faster_stays_and_is_not_measured_again() -> None:
     assert "the split is kept" in placed.remarks[-1]
     again = place(copy.deepcopy(model))
     assert again.remarks[-1] == placed.remarks[-1]  # to the digit: from the store
+
+
+def test_a_split_that_was_slower_is_not_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed, asked, solve = place(Branches(-0.01)), [], baechi.placing.solve_with_held
+
+    def noted(graph: Any, cluster: Any, placer: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(placer)
+        return solve(graph, cluster, placer, *args, **kwargs)
+
+    monkeypatch.setattr("baechi.placing.solve_with_held", noted)
+    again = place(Branches(-0.01))
+    assert asked == ["single"]
+    assert again.placement.devices == placed.placement.devices
+    assert again.remarks[-1] == placed.remarks[-1]
+    # Where one device no longer suffices, it is.
+    asked.clear()
+    smaller = place(Branches(-0.01), devices=placing.cpus(2, 200))
+    assert asked == ["single", "auto", "single"]
+    assert len(set(smaller.placement.devices)) == 2
+    assert not smaller.remarks
 
 
 def test_a_placer_by_name_is_the_user_s_own_wish() -> None:

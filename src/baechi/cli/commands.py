@@ -335,7 +335,7 @@ def probe(
     from baechi.probing.cluster_probe import survey
     from baechi.probing.link_probe import FREE_BYTES_PER_S
 
-    found = survey(_targets(devices or []))
+    found = survey(_targets(devices or []), anew=True)
     cluster = found.cluster
     for device in cluster.devices:
         say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")

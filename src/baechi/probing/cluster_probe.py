@@ -11,6 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from baechi.costs.profile_cache import Conditions, Measured, ProfileStore
 from baechi.errors import InputError
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
@@ -24,7 +25,13 @@ from baechi.probing.link_probe import (
     lane_ns,
 )
 from baechi.records.cluster import HOST, Cluster, Device, Link
-from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device, usable_gpus
+from baechi.torch_support.torch_devices import (
+    blas_bytes,
+    device_kind,
+    hardware,
+    torch_device,
+    usable_gpus,
+)
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
@@ -35,6 +42,7 @@ _RESERVED_SHARE: Final = 0.05
 _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
+_METHOD: Final = 1  # changes with how a hand-over is measured
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -83,10 +91,12 @@ def probe(devices: Devices = None) -> Cluster:
     return survey(devices).cluster
 
 
-def survey(devices: Devices = None) -> Survey:
+def survey(devices: Devices = None, *, anew: bool = False) -> Survey:
     """The cluster of the named devices, as `probe` says, with how well its links fit.
 
     Every ordered pair of torch devices is measured once, whatever the number of logical devices.
+    A hand-over between CPU workers is the machine's alone: it is kept in the store of costs, and
+    measured again, once in a process, if `anew`.
     """
     if isinstance(devices, Cluster):
         return Survey(devices, {})
@@ -98,7 +108,9 @@ def survey(devices: Devices = None) -> Survey:
         place.type == "cuda" and (not isinstance(device, Device) or device.host != "")
         for (device, _), place in zip(wanted, places, strict=True)
     ]
-    links, fits = _links(names, places, hosted)  # first, since it leaves cuBLAS workspaces
+    links, fits = _links(
+        names, places, hosted, anew=anew
+    )  # first, since it leaves cuBLAS workspaces
     rows = []
     for (device, capacity), place in zip(wanted, places, strict=True):
         if isinstance(device, Device):
@@ -113,7 +125,7 @@ def survey(devices: Devices = None) -> Survey:
 
 
 def _links(
-    names: Sequence[str], places: Sequence[torch.device], hosted: Sequence[bool]
+    names: Sequence[str], places: Sequence[torch.device], hosted: Sequence[bool], *, anew: bool
 ) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
     """The table of links, and the fits of those that copy."""
 
@@ -121,7 +133,7 @@ def _links(
     def measured(src: torch.device, dst: torch.device) -> Link | LinkFit:
         if src != dst:
             return _fit(names[places.index(src)], names[places.index(dst)], src, dst)
-        return _handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
+        return _handover(anew=anew) if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
 
     fits: dict[tuple[str, str], LinkFit] = {}
 
@@ -137,13 +149,30 @@ def _links(
             return found
         crosses = src.type == "cuda" and src != dst
         pair = (str(src), str(dst)) if crosses else (f"{dst}/a", f"{dst}/b")
-        return replace(found, overhead_ns=_handover(pair).overhead_ns)
+        return replace(found, overhead_ns=_handover(pair, anew=anew).overhead_ns)
 
     all_places = range(len(places))
     return tuple(tuple(link(i, j) for j in all_places) for i in all_places), fits
 
 
-_handover = cache(handover)  # measured once in a process: it is the machine's alone
+@cache
+def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Link:
+    """A hand-over between two logical devices: that in the store of costs, or measured for it."""
+    conditions = Conditions(
+        kind=", ".join(device_kind(torch_device(name)) for name in names),
+        hardware=", ".join(hardware(torch_device(name)) for name in names),
+        threads=1,
+        torch=torch.__version__,
+        settings=f"a hand-over from {names[0]} to {names[1]}",
+        method=_METHOD,
+    )
+    with ProfileStore() as store:
+        known = None if anew else store.find("link", conditions)
+        if known is None:
+            link = handover(names)
+            known = Measured(link.latency_ns, link.overhead_ns)
+            store.keep("link", conditions, known)
+    return Link(known.forward_ns, FREE_BYTES_PER_S, known.backward_ns)
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:

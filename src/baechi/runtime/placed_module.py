@@ -352,12 +352,12 @@ class PlacedModule(nn.Module):
     def measure(
         self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
     ) -> Measurement:
-        """Time and peaks of a step of the latest shape, as measured; `report` shows them, too.
+        """Time and peaks of a step of the latest plan, as measured; `report` shows them, too.
 
-        The example inputs run forward, and backward where this was placed for training: from the
-        model's own loss where it returns a scalar that has a gradient, else from the sum of all
-        outputs that have one. The optimizer makes no step, and gradients, buffers and the random
-        state are put back.
+        The example inputs, at the sizes that `schedule` is of, run forward, and backward where this
+        was placed for training: from the model's own loss where it returns a scalar that has a
+        gradient, else from the sum of all outputs that have one. The optimizer makes no step, and
+        gradients, buffers and the random state are put back.
 
         Args:
             steps: The number of timed steps, after some to warm up; the peaks are of others.

@@ -72,8 +72,10 @@ def _running(executable: Executable) -> Iterator["_Steps"]:
     loss_device = executable.placement.devices[loss] if executable.training else 0
     # The model's own Python may leave notes in it; the program has none.
     own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
-    with _kept(module.model, executable.places), module.call.autocast.applied(), own:
-        yield _Steps(executable, module.model, module.call, loss_device)
+    placed_for = executable.admission  # a family's graph and schedule may be of a larger shape
+    call = module.call if placed_for is None else placed_for.family.call_at(placed_for.reference)
+    with _kept(module.model, executable.places), call.autocast.applied(), own:
+        yield _Steps(executable, module.model, call, loss_device)
 
 
 def planned_state_bytes(
@@ -296,40 +298,51 @@ class Comparison:
         )
 
 
+def remembered(
+    traced: Traced, n_ops: int, places: Sequence[torch.device], *, graphs: bool
+) -> Comparison | None:
+    """What `compare` found before for a model whose graph has so many ops; None if nothing."""
+    conditions = _conditions(places)
+    with ProfileStore() as store:
+        split, single = (store.find(key, conditions) for key in _keys(traced, n_ops, graphs=graphs))
+    if split is None or single is None:
+        return None
+    return Comparison(split.forward_ns, single.forward_ns)
+
+
 def compare(split: Executable, single: Executable) -> Comparison:
     """The steps of both, from the store of costs or measured; nothing of the steps stays."""
-    conditions, keys = _conditions(split), [_key(split), _key(single)]
+    traced, n_ops, places = split.traced, len(split.placement.devices), split.places
+    graphs = split.graphs is not None
+    known = remembered(traced, n_ops, places, graphs=graphs)
+    if known is not None:
+        return known
+    samples: tuple[list[int], list[int]] = ([], [])
+    predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
+    steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
+    for _ in range(_ROUNDS if steps else 1):  # of long steps one each
+        for special, row in zip((split, single), samples, strict=True):
+            special.settle()
+            with _running(special) as run:
+                row.extend(run.times(max(1, steps), warm_up=1))
+    medians = [int(statistics.median(row)) for row in samples]
     with ProfileStore() as store:
-        known = [store.find(key, conditions) for key in keys]
-        if known[0] is not None and known[1] is not None:
-            return Comparison(known[0].forward_ns, known[1].forward_ns)
-        samples: tuple[list[int], list[int]] = ([], [])
-        predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
-        steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
-        for _ in range(_ROUNDS if steps else 1):  # of long steps one each
-            for special, row in zip((split, single), samples, strict=True):
-                special.settle()
-                with _running(special) as run:
-                    row.extend(run.times(max(1, steps), warm_up=1))
-        medians = [int(statistics.median(row)) for row in samples]
-        for key, step_ns in zip(keys, medians, strict=True):
-            store.keep(key, conditions, Measured(step_ns))
+        for key, step_ns in zip(_keys(traced, n_ops, graphs=graphs), medians, strict=True):
+            store.keep(key, _conditions(places), Measured(step_ns))
     return Comparison(*medians)
 
 
-def _key(special: Executable) -> str:
-    """The operators, with shapes and constants, and whether they are on one device or on several.
+def _keys(traced: Traced, n_ops: int, *, graphs: bool) -> list[str]:
+    """The operators, with shapes and constants, split over devices, and on one device.
 
     Not on which: links are measured anew in each process, and splits differ by that.
     """
-    ops, n = len(special.placement.devices), len(set(special.placement.devices))
-    text = f"{special.traced.digest} {ops} {'split' if n > 1 else 'one device'}"
-    text += " as graphs" if special.graphs is not None else ""
-    return f"step {hashlib.sha256(text.encode()).hexdigest()}"
+    as_graphs = " as graphs" if graphs else ""
+    texts = [f"{traced.digest} {n_ops} {how}{as_graphs}" for how in ("split", "one device")]
+    return [f"step {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
 
 
-def _conditions(special: Executable) -> Conditions:
-    places: Sequence[torch.device] = special.places
+def _conditions(places: Sequence[torch.device]) -> Conditions:
     return Conditions(
         kind=", ".join(map(device_kind, places)),
         hardware=", ".join(dict.fromkeys(map(hardware, places))),

@@ -1,0 +1,111 @@
+"""From `place` to the first result of a model of 24 layers, on two logical CPU devices.
+
+    python3 -m benchmarks.first_result [--model gpt2] [--layers 12] [--beside SRC]
+
+Claim: a training step of a decoder has its loss 4 s after `place` began, where costs are known:
+those of operators are computed, and what is measured of the machine and of this model's steps is in
+the store. The first row is with an empty store. Each row is a process of its own, which has
+imported torch and transformers before. Seconds of the wall and of processors (both of a figure's
+own process), and where they go. `--beside` runs the same in turns with another checkout's `src`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STAGES = ("probe", "trace", "estimate", "solve_with_held", "executable", "compare")
+
+
+def child(name: str, layers: int) -> None:
+    """Place and call in this process, and print what it took."""
+    import torch
+    from benchmarks import shapes
+
+    import baechi
+    from baechi import placing
+    from baechi.tracing import ladder
+
+    torch.set_num_threads(1)
+    model, ids = getattr(shapes, name)(layers).train(), torch.randint(3, 500, (2, 32))
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    took = dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took[stage] += time.process_time() - start
+
+        return run
+
+    for stage in STAGES:
+        owner = ladder if stage == "trace" else placing
+        setattr(owner, stage, timed(stage, getattr(owner, stage)))
+    wall, busy = time.perf_counter(), time.process_time()
+    placed = baechi.place(
+        model, shapes.DEVICES, costs="estimate", progress=False, example_kwargs=given
+    )
+    placed(**given)
+    wall, busy = time.perf_counter() - wall, time.process_time() - busy
+    plan = repr((placed.placement.devices, placed.traced.digest))
+    found = {"wall": wall, "processors": busy, **took}
+    print(json.dumps({**found, "plan": hashlib.sha256(plan.encode()).hexdigest()[:12]}))
+
+
+def row(source: str, store: str, model: str, layers: int) -> dict[str, Any]:
+    """The figures of a process."""
+    root = Path(__file__).parent.parent
+    paths = os.pathsep.join([source, str(root)])
+    own = {"PYTHONPATH": paths, "XDG_CACHE_HOME": store, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.first_result", "--model", model]
+    done = subprocess.run(
+        [*command, "--layers", str(layers), "--child"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **own},
+        cwd=root,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", help="another checkout's src")
+    parser.add_argument("--child", action="store_true")
+    options = parser.parse_args()
+    if options.child:
+        child(options.model, options.layers)
+        return
+    own = str(Path(__file__).parent.parent / "src")
+    sources = [options.beside, own] if options.beside else [own]
+    columns = ("wall", "processors", *STAGES, "plan")
+    print(" " * 16, *(f"{column:>15}" for column in columns))
+    with tempfile.TemporaryDirectory() as folder:
+        for count in range(options.rounds + 1):
+            for number, source in enumerate(sources):
+                store = f"{folder}/{number}"
+                found = row(source, store, options.model, options.layers)
+                cells = (found[column] for column in columns)
+                texts = (c if isinstance(c, str) else f"{c:.2f}" for c in cells)
+                which = "beside" if options.beside and not number else "here"
+                name = f"{which}, {'known' if count else 'empty store'}"
+                print(f"{name:16}", *(f"{text:>15}" for text in texts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
