@@ -15,6 +15,11 @@ Sizes of images that are resized (`torch.nn.functional.interpolate`)
     `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
     `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
 
+LSTMs with symbols for sizes
+    The C++ asks for their number of elements, and the decomposition in Python unrolls those with
+    gradients, though oneDNN runs these, too: it would fix the length.
+    `test_torch_still_unrolls_lstms` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -40,6 +45,7 @@ from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
     below_export,
+    decompositions,
     export_mode,
     fake_kernels,
     held_function,
@@ -155,6 +161,13 @@ def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
 def ctc_losses_known() -> AbstractContextManager[Any]:
     """Let fake tensors run `torch.nn.functional.ctc_loss`."""
     return patch.dict(fake_kernels, {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes})
+
+
+def lstms_in_one() -> AbstractContextManager[Any]:
+    """Let fake LSTMs on a CPU be what the real ones are, of inputs with gradients, too."""
+    name = "select_one_layer_lstm_function"
+    own = getattr(decompositions, name)
+    return patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest))
 
 
 def most_selected() -> AbstractContextManager[Any]:
