@@ -17,7 +17,7 @@ Sizes of images that are resized (`torch.nn.functional.interpolate`)
 
 LSTMs with symbols for sizes
     The C++ asks for their number of elements, and the decomposition in Python unrolls those with
-    gradients, though oneDNN runs these, too: it would fix the length.
+    gradients and all in an export, though oneDNN runs these, too: it would fix the length.
     `test_torch_still_unrolls_lstms` fails when torch is mended.
 
 Recurrent layers under autocast
@@ -30,8 +30,8 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -163,11 +163,16 @@ def ctc_losses_known() -> AbstractContextManager[Any]:
     return patch.dict(fake_kernels, {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes})
 
 
-def lstms_in_one() -> AbstractContextManager[Any]:
-    """Let fake LSTMs on a CPU be what the real ones are, of inputs with gradients, too."""
-    name = "select_one_layer_lstm_function"
+@contextmanager
+def lstms_in_one() -> Iterator[None]:
+    """Let fake LSTMs on a CPU be what the real ones are: with gradients and in an export, too."""
+    name, enabled = "select_one_layer_lstm_function", torch.backends.mkldnn.enabled
     own = getattr(decompositions, name)
-    return patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest))
+    with (
+        patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest)),
+        patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled),
+    ):
+        yield
 
 
 def most_selected() -> AbstractContextManager[Any]:
