@@ -434,6 +434,8 @@ class Unusual(nn.Module):
         self.inner = nn.Linear(4, 4)
         self.recurrent = nn.GRU(4, 4, batch_first=True)
         self.cell = nn.RNNCell(4, 4)
+        self.lstm = nn.LSTM(4, 4, 2, bidirectional=True)
+        self.projected = nn.LSTM(4, 4, proj_size=2, batch_first=True)
         convolution = nn.Conv2d(4, 4, 1, bias=False)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), convolution, nn.BatchNorm2d(4))
 
@@ -460,6 +462,8 @@ class Unusual(nn.Module):
             "patches": lambda: nn.functional.unfold(x[:, None, None].expand(-1, 2, 3, 4), 2),
             "recurrent": lambda: self.recurrent(x[:, None].expand(-1, 3, 4))[0],
             "cell": lambda: self.cell(x),
+            "steps": lambda: self.lstm(x[:, None] * torch.ones(2, 1))[0],
+            "projected": lambda: self.projected(x[:, None].expand(-1, 3, 4))[0],
             "pooled map": lambda: nn.functional.interpolate(
                 self.pool(x[:, None, None].repeat(1, 3, 3, 1).permute(0, 3, 1, 2)), size=(3, 3)
             ),
@@ -471,9 +475,11 @@ PARTS = ["truth value", "distribution", "image", "images of a size", "inner grap
 
 
 PARTS += ["one head", "baddbmm", "scatter", "triangular", "selection", "patches", "recurrent"]
+PARTS += ["cell", "steps", "projected", "pooled map"]
 
 
-@pytest.mark.parametrize("part", [*PARTS, "cell", "pooled map"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("part", PARTS)
 def test_unusual_operators_have_families(part: str) -> None:
     torch.manual_seed(0)
     model = Unusual(part)

@@ -18,10 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # What has a plan for each size, with the reason that `placed.remarks` gives.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("lstm_lm", "recurrent", "awkward"),  # torch's fake kernel of an LSTM (2.13)
-        "Cannot call numel() on tensor with symbolic sizes",
-    ),
     "data_dependent": "with symbols for sizes, it runs other operators",
     "masked_transformer": "with symbols for sizes, it runs other operators",
 }

@@ -77,7 +77,7 @@ def test_a_growing_cache_is_one_family(ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("length", "training"),
-    [(4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 6, 7, 9))],
+    [(4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 5, 6, 7, 9))],
 )
 def test_a_sliding_window_has_three_plans(length: int, training: bool) -> None:
     """Of the prompt, of steps before the window of 8 is full, and of steps after."""

@@ -11,6 +11,7 @@ import zoo
 from placed import EXACT, again_at_random, assert_same_values, at_random, one_thread, step
 from seeds import some
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.torch_support.torch_internals import APPLY_IS_NATIVE
-from baechi.tracing.workarounds import compact
+from baechi.tracing.workarounds import compact, lstms_in_one
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -192,6 +193,16 @@ def test_torch_still_fixes_the_sizes_of_images() -> None:
         assert isinstance(image.shape[0], torch.SymInt)
         resize = torch.ops.aten.upsample_bilinear2d.vec
         assert type(resize(image, [3, 3], False, None).shape[0]) is int
+
+
+def test_torch_still_unrolls_lstms() -> None:
+    """If this fails, torch is mended: `workarounds.lstms_in_one` may go."""
+    states, weights = [torch.zeros(1, 2, 4)] * 2, [list(nn.LSTM(4, 4).parameters())]
+    given = torch.zeros(3, 2, 4, requires_grad=True), states, weights
+    assert decompositions.select_one_layer_lstm_function(*given) is decompositions.one_layer_lstm
+    with lstms_in_one():
+        found = decompositions.select_one_layer_lstm_function(*given)
+    assert found is decompositions.mkldnn_one_layer_lstm
 
 
 class Layer(nn.LSTM):

@@ -1,6 +1,7 @@
 """Traces of calls: of one shape, or of a family that has symbols for the sizes that change."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 from torch import nn
@@ -15,10 +16,11 @@ from baechi.tracing.families import (
     Family,
     Place,
     declared,
+    differing,
     known_places,
     size_at,
 )
-from baechi.tracing.family_traces import is_same
+from baechi.tracing.family_traces import is_same, same_beyond
 
 
 @final
@@ -65,6 +67,7 @@ class CallTraces:
                 if True not in same:
                     static = static or ladder.trace(model, args, kwargs)
                     same.append(is_same(traced, static))
+                    traced = _of_earlier(model, call, kin, places, static) or traced
                 if False not in same:
                     return traced
                 reason = "with symbols for sizes, it runs other operators"
@@ -129,6 +132,30 @@ def _beyond(
             if special.extend(static) and special.joined(call) is not None:
                 return special.traced, static
     return None, static
+
+
+def _of_earlier(
+    model: nn.Module,
+    call: Call,
+    kin: Sequence[Executable],
+    places: frozenset[Place],
+    static: Traced,
+) -> Traced | None:
+    """The family of an earlier call that takes this one by its own trace, if its own takes none.
+
+    Where a guard holds from these sizes on, as of a window, the one of smaller sizes takes more.
+    """
+    for special in kin:
+        before = special.module.call
+        if special.family is None and special.holds() and differing(before, call):
+            args, kwargs = before.structure.fill(before.tensors)
+            with suppress(TraceError):
+                traced = ladder.trace(model, args, kwargs, places=places)
+                found = same_beyond(traced, static)
+                if found is not None and is_same(traced, special.traced):
+                    traced.module.family.extend(found)
+                    return traced
+    return None
 
 
 def _fixed(family: Family, kin: Sequence[Executable]) -> str:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
@@ -37,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 __all__ += ["RecursiveScriptModule", "TorchDispatchMode", "enable_python_dispatcher"]
-__all__ += ["fake_kernels", "track_tensor_tree"]
+__all__ += ["decompositions", "fake_kernels", "track_tensor_tree"]
 
 # The autograd engine.
 

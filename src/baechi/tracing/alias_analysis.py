@@ -303,6 +303,9 @@ class _Recorder(fx.Interpreter):
         if name.startswith(("aten.gru", "aten.rnn_")) and _is_symbolic(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)
+        if name.startswith("aten.lstm.") and _is_symbolic(args[0]):
+            with enable_python_dispatcher():  # its C++ asks for a number of elements
+                return super().call_function(target, args, kwargs)
         return super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:

@@ -56,7 +56,7 @@ from baechi.tracing.side_effects import (
     buffers_kept,
     unchanged,
 )
-from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
+from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 
 
 @final
@@ -224,7 +224,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
         if places and _TRUTHS in rung and not asked:
             continue  # a run on real tensors would say nothing new
         try:
-            with quiet(), unchanged(model), ctc_losses_known():
+            with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
                 ops, tensors, module = _lowered(model, call, captured, places, before)

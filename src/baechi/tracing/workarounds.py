@@ -15,6 +15,11 @@ Sizes of images that are resized (`torch.nn.functional.interpolate`)
     `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
     `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
 
+LSTMs with symbols for sizes
+    The C++ asks for their number of elements, and the decomposition in Python unrolls those with
+    gradients and all in an export, though oneDNN runs these, too: it would fix the length.
+    `test_torch_still_unrolls_lstms` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -25,8 +30,8 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -40,6 +45,7 @@ from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
     below_export,
+    decompositions,
     export_mode,
     fake_kernels,
     held_function,
@@ -155,6 +161,18 @@ def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
 def ctc_losses_known() -> AbstractContextManager[Any]:
     """Let fake tensors run `torch.nn.functional.ctc_loss`."""
     return patch.dict(fake_kernels, {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes})
+
+
+@contextmanager
+def lstms_in_one() -> Iterator[None]:
+    """Let fake LSTMs on a CPU be what the real ones are: with gradients and in an export, too."""
+    name, enabled = "select_one_layer_lstm_function", torch.backends.mkldnn.enabled
+    own = getattr(decompositions, name)
+    with (
+        patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest)),
+        patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled),
+    ):
+        yield
 
 
 def most_selected() -> AbstractContextManager[Any]:
