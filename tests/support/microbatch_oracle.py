@@ -9,7 +9,8 @@ def copies(graph, segments, microbatches, *, joined=False):
     """The graph of all micro-batches, and the index in it of every (op, batch).
 
     Late bytes are a kept tensor of the first batch that goes backward; the others' live to the end
-    of their segment, or of its last op that may read a tensor of theirs: of no lower index.
+    of their segment, or of its last op that may read a tensor of theirs: of no lower index. The
+    second's are then added in new memory, one op's after the other.
     """
     n, batches = len(graph.ops), range(microbatches)
     loss = graph.n_forward if joined and graph.is_training else None
@@ -33,6 +34,9 @@ def copies(graph, segments, microbatches, *, joined=False):
         taken = min(late[held[op]], row.persistent_bytes) if batch == 0 else 0
         late[held[op]] -= taken
         workspace = (row.workspace_bytes - row.reused_bytes) * many
+        if abs(batch - first) == 1:
+            ended = (graph.ops[other].late_bytes for other in last if last[other] == op)
+            workspace = max([workspace, *filter(None, ended)])
         if row.late_bytes and (batch == first or last[op] != op):
             ends = () if batch == first else (index[last[op], batch],)
             added.append(Tensor(index[op, batch], ends, row.late_bytes, kept=batch == first))

@@ -243,7 +243,8 @@ class GraphedTape:
 
     def _run_backward(self, step: Step, record: Record) -> None:
         """Go backward eagerly over the graph of the recorded forward."""
-        record.seeds.clear()
+        for _, waiting in record.ends.values():
+            waiting.clear()
         scratch = self._scratch(record)
         for slot in self._seeds:
             scratch.grads[slot], step.grads[slot] = step.grads[slot], None
