@@ -228,7 +228,7 @@ def _ops(
     graded = graded_owners(traced) if training else frozenset()
     late = _late_gradients(traced) if training else {}
     added = _added_gradients(traced) if training else {}
-    gathered = traced.gathered_bytes
+    gathered, largest = traced.gathered_bytes, _largest_shared(ops)
     sent, came = Counter[int](), Counter[int]()
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
@@ -248,8 +248,10 @@ def _ops(
             workspace = workspace_bytes(traced, row.forward, costs)
         elif row.phase == "backward":
             (own,) = row.forward
-            # A shared parameter's gradient of this op, and its sum with that so far.
-            workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            # Shared parameters' gradients of this op, and the sum of one with that so far.
+            shared = ops[own].shared_bytes
+            workspace = (costs[own].backward_workspace_bytes or 0) + shared
+            workspace += min(shared, largest.get(own, shared))
             # At its end what came has gone, and a gradient of it is added to another reader's.
             workspace = max(workspace, added.get(own, 0) - came[index])
             late_bytes = late.get(own, 0)
@@ -443,6 +445,15 @@ def _added_gradients(traced: TracedOperators) -> dict[int, int]:
             if op in traced.differentiated:
                 largest[op] = max(largest.get(op, 0), nbytes)
     return largest
+
+
+def _largest_shared(ops: Sequence[TracedOp]) -> dict[int, int]:
+    """The bytes of the largest parameter that each op shares with others."""
+    found: dict[int, int] = {}
+    for owner, op in enumerate(ops):
+        for nbytes, *later in op.lent:
+            found |= {reader: max(nbytes, found.get(reader, 0)) for reader in (owner, *later)}
+    return found
 
 
 def _own_bytes(op: TracedOp) -> int:
