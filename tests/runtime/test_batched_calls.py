@@ -354,4 +354,5 @@ def test_gradients_that_wait_to_be_added_are_in_the_predicted_peak(
     with placed.metered() as meter:
         step()
     said = placed.rhythm.peak_bytes
-    assert all(one <= two <= 1.15 * one for one, two in zip(meter.peak_bytes, said, strict=True))
+    for seen, predicted in zip(meter.peak_bytes, said, strict=True):
+        assert 0.97 * seen <= predicted <= 1.15 * seen
