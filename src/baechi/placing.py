@@ -185,19 +185,15 @@ def place(
         raise InputError("convert_weights=True is for weights=..., which was not given.")
     others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
     cutting = check_microbatches(microbatches, batch, others)
-    check_choice(objective, OBJECTIVES, "objective")
-    if objective != "step" and (training or cutting.n != 1):
-        raise InputError(
-            f"objective={objective!r} is for requests: give training=False, and no microbatches=."
-        )
+    _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
     cluster = with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = [torch_device(device.name) for device in cluster.devices]
     compile_options(compile, ())  # report wrong options before tracing
     gpus = [place for place in places if place.type == "cuda"]
-    one_gpu = bool(gpus) and len(set(places)) == 1
-    if one_gpu and placer == "auto" and guard and (checkpoint is not None or cutting.n > 1):
+    unmeasured = checkpoint is not None or cutting.n > 1
+    if placer == "auto" and guard and unmeasured and gpus and len(set(places)) == 1:
         placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
     if cuda_graphs is not False:
         check_wish(cuda_graphs, places)
@@ -239,6 +235,14 @@ def place(
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
         state.special(state.root, state.cut(model, call)[0])
     return installed(state)
+
+
+def _check_objective(objective: str, *, training: bool, batches: int) -> None:
+    check_choice(objective, OBJECTIVES, "objective")
+    if objective != "step" and (training or batches != 1):
+        raise InputError(
+            f"objective={objective!r} is for requests: give training=False, and no microbatches=."
+        )
 
 
 def _check_model(model: nn.Module) -> None:

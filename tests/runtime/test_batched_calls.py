@@ -379,3 +379,43 @@ def test_a_step_of_many_holds_what_one_of_few_holds(monkeypatch: pytest.MonkeyPa
         peaks.append(meter.peak_bytes)
     few, many = map(sum, peaks)
     assert many <= 1.02 * few
+
+
+class Wide(nn.Module):
+    """Weights that are more than a micro-batch: an embedding, layers, and a head of its own."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return self.head(h)
+
+
+@pytest.mark.parametrize(("tied", "inside", "n"), [(0, 1, 4), (1, 1, 4), (1, 0, 8)])
+def test_gradients_that_wait_to_be_added_are_in_the_predicted_peak(
+    tied: bool, inside: bool, n: int
+) -> None:
+    """Those of a shared weight until they meet, and the sum that the second micro-batch begins."""
+    x = torch.arange(8 * n).remainder(97).view(2 * n, 4)
+    placed = lazily(Wide(tied), microbatches=n)
+
+    def step() -> None:
+        if inside:
+            placed.step(x, targets=x, loss=criterion)
+        else:
+            criterion(placed(x), x).backward()
+
+    step()
+    placed.zero_grad()
+    with placed.metered() as meter:
+        step()
+    said = placed.rhythm.peak_bytes
+    for seen, predicted in zip(meter.peak_bytes, said, strict=True):
+        assert 0.97 * seen <= predicted <= 1.15 * seen

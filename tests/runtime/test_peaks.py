@@ -278,3 +278,48 @@ def test_what_autograd_holds_is_counted(name: str, costs: str) -> None:
     placed.unplace()
     # Of what oneDNN keeps of an LSTM, computed costs have no part that gradients reuse.
     assert seen <= said <= (1.2 if costs == "estimate" else 1.05) * seen
+
+
+class LogitsBeside(nn.Module):
+    """Its loss reads a view of the logits, which get no gradient where they are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 512), nn.Linear(512, 128)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.out(self.into(x).sin().sin())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels), logits
+
+
+class Fork(nn.Module):
+    """A tensor of a small weight, whose readers' gradients are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.into(x)
+        return y.tanh() * y.sin()
+
+
+APART = {
+    "logits": (LogitsBeside(), (torch.randn(2, 128, 16), torch.arange(256) % 128), "cross_entropy"),
+    "fork": (Fork(), (torch.randn(256, 4),), "tanh sin mul"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_arrives_from_another_device_is_counted_and_let_go_of(name: str) -> None:
+    model, args, away = APART[name]
+    traced = baechi.trace(model, args)
+    graph = traced.graph(baechi.estimate(traced, "cpu"))
+    groups = {op.group for op in graph.ops if any(word in op.name for word in away.split())}
+    pins = tuple(int(op.group in groups and op.group is not None) for op in graph.ops)
+    placement = baechi.solve(graph, cpus(2), placer=baechi.Pinned(pins))
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(2), threads_per_device=1)
+    seen, said = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
+    placed.unplace()
+    assert len(set(pins)) == 2
+    assert all(one <= two <= 1.05 * one for one, two in zip(seen, said, strict=True))

@@ -9,7 +9,9 @@ def copies(graph, segments, microbatches, *, joined=False):
     """The graph of all micro-batches, and the index in it of every (op, batch).
 
     Late bytes are a kept tensor of the first batch that goes backward; the others' live to the end
-    of their segment, or of its last op that may read a tensor of theirs: of no lower index.
+    of their segment, or of its last op that may read a tensor of theirs: of no lower index. Or of
+    the last segment that has their group, if that ends later. The second's are then added in new
+    memory, one op's after the other. What a joined loss gives stays for the last batch's reader.
     """
     n, batches = len(graph.ops), range(microbatches)
     loss = graph.n_forward if joined and graph.is_training else None
@@ -22,8 +24,14 @@ def copies(graph, segments, microbatches, *, joined=False):
     index = {key: at for at, key in enumerate(keys)}
     index.update({(loss, batch): index[loss, 0] for batch in batches if loss is not None})
     first = 0 if loss is None else microbatches - 1
-    last = {op: [other for other in row if other >= op][-1] for row in segments for op in row}
     held = {op: row.group or row.name for op, row in enumerate(graph.ops)}
+    last = {op: [other for other in row if other >= op][-1] for row in segments for op in row}
+    own = dict(last)
+    for at, row in enumerate(segments):
+        for op in row:
+            mates = [other for later in segments[at + 1 :][::-1] for other in later]
+            mates = [own[other] for other in mates if held[other] == held[op]]
+            last[op] = max([own[op], *mates[:1]])  # the last segment's
     late = dict.fromkeys(held.values(), 0)
     for op, row in enumerate(graph.ops):
         late[held[op]] += row.late_bytes
@@ -33,6 +41,9 @@ def copies(graph, segments, microbatches, *, joined=False):
         taken = min(late[held[op]], row.persistent_bytes) if batch == 0 else 0
         late[held[op]] -= taken
         workspace = (row.workspace_bytes - row.reused_bytes) * many
+        if abs(batch - first) == 1:
+            ended = (graph.ops[other].late_bytes for other in last if last[other] == op)
+            workspace = max([workspace, *filter(None, ended)])
         if row.late_bytes and (batch == first or last[op] != op):
             ends = () if batch == first else (index[last[op], batch],)
             added.append(Tensor(index[op, batch], ends, row.late_bytes, kept=batch == first))
@@ -49,10 +60,18 @@ def copies(graph, segments, microbatches, *, joined=False):
                 launch_ns=row.launch_ns * many,
             )
         )
+
+    def extra(tensor):
+        return (
+            {index[max(tensor.consumers), 0]}
+            if tensor.producer == loss and tensor.consumers
+            else set()
+        )
+
     tensors = [
         Tensor(
             index[tensor.producer, batch],
-            tuple(sorted({index[reader, batch] for reader in tensor.consumers})),
+            tuple(sorted({index[reader, batch] for reader in tensor.consumers} | extra(tensor))),
             tensor.nbytes,
             tensor.kept,
         )

@@ -35,7 +35,8 @@ class Held(NamedTuple):
     """Bytes beside an operator's backward: while it runs, and at its end.
 
     The backward of one that joins takes `least_ns`, though it has no kernel: what takes no time has
-    nothing beside what it makes, but a part that leaves its tape is copied beside the whole.
+    nothing beside what it makes, but a part that leaves its tape is copied beside the whole. So
+    does that of one with several readers: their gradients are beside the sum of them.
     """
 
     running: int = 0
@@ -93,7 +94,8 @@ class _Gradients:
         self.joining = {
             op
             for op in self.traced.differentiated
-            if any(operator_name(node) in _JOINS for node in module.nodes[op])
+            if op in self.traced.gathered_bytes
+            or any(operator_name(node) in _JOINS for node in module.nodes[op])
         }
 
     def add_parts(self) -> None:

@@ -8,7 +8,8 @@ A step of M micro-batches is M copies of the graph. Copies of an op share a devi
 
 - Persistent bytes are there once. Late bytes, the gradients of parameters, are allocated by the
   first copy; another copy's are held beside them until they are added: to the end of the op, or of
-  the segment that has it.
+  the last segment that has its group, where gradients of a shared parameter meet. The second
+  copy's are added in memory of their own, one after the other, since others may hold the first.
 - Index order is batch-major: a scheduler that breaks ties by index prefers the lower batch, and in
   it what comes first. With one loss for all batches (`joined`), all forward ops come before it, and
   backward ops after it from the last batch to the first, as autograd goes through a concatenation.
@@ -20,10 +21,11 @@ Copies of an op in another order than that of the batches, or of turns, would ga
 k-th to run of every op is called batch k, no op waits longer, and no tensor lives longer.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import final
 
 import numpy as np
@@ -97,12 +99,22 @@ class Unrolled:
         counts = np.diff(one.consumer_begin)
         more = counts + np.isin(np.arange(one.tensors), held)
         readers = np.insert(one.consumers, one.consumer_begin[held], until[one.producer[held]])
-        workspace = one.workspace.copy()
-        np.add.at(workspace, one.producer[added], one.nbytes[added])
+        # All that a joined loss gives are parts of one tensor, which stays for the last of them.
+        given = (one.producer == self.joined) & (counts > 0)
+        ends = one.consumer_begin[1:][given]
+        sums = one.workspace.copy()
+        if self.until is not None:
+            np.maximum.at(sums, until[one.producer[self.late]], one.nbytes[self.late])
+        rooms = [one.workspace.copy(), sums]
+        for room in rooms:
+            np.add.at(room, one.producer[added], one.nbytes[added])
         copies = [
             (one.nbytes, one.kept, counts, one.consumers, one.workspace)
             if batch == first
-            else (one.nbytes * ~added, one.kept * ~self.late, more, readers, workspace)
+            else (
+                *(one.nbytes * ~added, one.kept * ~self.late, more, readers),
+                rooms[abs(batch - first) == 1],
+            )
             for batch in range(self.microbatches)
         ]
         pairs = [
@@ -113,10 +125,13 @@ class Unrolled:
         ]
         makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
         none = np.zeros(len(pairs), np.int64)
-        sizes = np.concatenate([*(row[2] for row in copies), none + 1])
-        consumers = np.concatenate(
-            [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
-        )
+        sizes = [row[2] for row in copies]
+        rows = [at[row[3]] for at, row in zip(where, copies, strict=True)]
+        if self.joined >= 0:
+            for batch in range(1, self.microbatches):
+                sizes[batch] = sizes[batch] + given
+                rows[batch] = np.insert(rows[batch], ends, where[0, one.consumers[ends - 1]])
+        sizes, consumers = np.concatenate([*sizes, none + 1]), np.concatenate([*rows, waiters])
         if self.ranked is not None:
             consumers = consumers[np.lexsort((consumers, np.repeat(np.arange(len(sizes)), sizes)))]
 
@@ -183,9 +198,14 @@ def unrolled(
     loss = graph.n_forward if joined and graph.is_training else -1
     one = graph.explicit.arrays
     rows = [(op,) for op in range(one.ops)] if segments is None else segments
-    until = np.empty(one.ops, np.int32)
-    for row in rows:
-        until[list(row)] = [next(last for last in reversed(row) if last >= op) for op in row]
+    until, group = np.empty(one.ops, np.int32), one.op_group.tolist()
+    latest: dict[int, int] = {}
+    for row in reversed(rows):
+        for op in row:
+            end = next(last for last in reversed(row) if last >= op)
+            until[op] = max(end, latest.get(group[op], end))
+        for op in row:
+            latest.setdefault(group[op], int(until[op]))
     first = [row[0] for row in rows if row[0] != loss]
     links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in first)
     late = np.arange(one.tensors) >= len(graph.tensors)
@@ -309,6 +329,17 @@ class Turns:
         coarse = Coarse(self.problem, self._part_of, np.array(first, np.int32))
         return coarse.arrays, coarse.tensors >= len(self.graph.tensors), coarse.lumped()
 
+    @cached_property
+    def _lines(self) -> tuple[Link, ...]:
+        """The order of a device's segments in a batch, forward and backward, as a program has it.
+
+        They make what sums of gradients begin with (`program/compilation.py`).
+        """
+        n, lines = self.graph.n_forward, defaultdict[tuple[int, int], list[int]](list)
+        for at, (home, ops) in enumerate(zip(self.homes, self.segments, strict=True)):
+            lines[home, (ops[0] > n) - (ops[0] < n)].append(at)
+        return tuple((*pair, 0) for line in lines.values() for pair in pairwise(line))
+
     def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
         """The turns as ops, with at most so many batches in flight on a device; 0 is no limit.
 
@@ -318,11 +349,11 @@ class Turns:
         both before one that only makes gradients of parameters.
         """
         arrays, late, one = self._one
-        links: tuple[Link, ...] = ()
+        links = self._lines
         if most:
             rows = list(enumerate(self.homes))
             on = [[row for row, other in rows if other == home] for home in set(self.homes)]
-            links = tuple((own[-1], own[0], most) for own in on)
+            links += tuple((own[-1], own[0], most) for own in on)
         copies = Unrolled(arrays, late, self.microbatches, self._loss, links)
         if urgent:
             copies = replace(copies, ranked=self._by_depth(copies.position))

@@ -127,3 +127,16 @@ class TracedOperators:
     def differentiated(self) -> frozenset[int]:
         """The same as a set."""
         return frozenset(self.backward_ops)
+
+    def is_gathered(self, tensor: TracedTensor) -> bool:
+        """True if the gradient of a tensor is the sum of several."""
+        readers = self.differentiated.intersection(tensor.consumers)
+        return tensor.differentiable and len(readers) + tensor.kept > 1
+
+    @cached_property
+    def gathered_bytes(self) -> dict[int, int]:
+        """The largest gradient that is a sum of those of several readers, of each op with any."""
+        found: dict[int, int] = {}
+        for tensor in filter(self.is_gathered, self.tensors):
+            found[tensor.producer] = max(found.get(tensor.producer, 0), tensor.nbytes)
+        return found

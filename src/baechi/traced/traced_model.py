@@ -228,6 +228,7 @@ def _ops(
     graded = graded_owners(traced) if training else frozenset()
     late = _late_gradients(traced) if training else {}
     added = _added_gradients(traced) if training else {}
+    gathered, largest = traced.gathered_bytes, _largest_shared(ops)
     sent, came = Counter[int](), Counter[int]()
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
@@ -247,12 +248,18 @@ def _ops(
             workspace = workspace_bytes(traced, row.forward, costs)
         elif row.phase == "backward":
             (own,) = row.forward
-            # A shared parameter's gradient of this op, and its sum with that so far.
-            workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            # Shared parameters' gradients of this op, and the sum of one with that so far.
+            shared = ops[own].shared_bytes
+            workspace = (costs[own].backward_workspace_bytes or 0) + shared
+            workspace += min(shared, largest.get(own, shared))
             # At its end what came has gone, and a gradient of it is added to another reader's.
             workspace = max(workspace, added.get(own, 0) - came[index])
             late_bytes = late.get(own, 0)
-            reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+            made = sent[index] + late_bytes
+            reused = min(costs[own].backward_reused_bytes, made)
+            if own in gathered:  # first what came is added up; with no kernel the sum is handed on
+                workspace = max(workspace, gathered[own] - made)
+                reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
         elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
             scalars = (tensor.nbytes for tensor in traced.tensors if _is_own_loss(tensor))
             persistent = max(scalars, default=0)
@@ -432,15 +439,21 @@ def _late_gradients(traced: TracedOperators) -> dict[int, int]:
 def _added_gradients(traced: TracedOperators) -> dict[int, int]:
     """The largest gradient that each forward op's backward makes and that is added to another."""
     largest: dict[int, int] = {}
-    for tensor in traced.tensors:
-        readers = traced.differentiated.intersection(tensor.consumers)
-        if not tensor.differentiable or len(readers) + tensor.kept < 2:
-            continue
+    for tensor in filter(traced.is_gathered, traced.tensors):
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
         for op, nbytes in zip(tensor.consumers, sizes, strict=True):
-            if op in readers:
+            if op in traced.differentiated:
                 largest[op] = max(largest.get(op, 0), nbytes)
     return largest
+
+
+def _largest_shared(ops: Sequence[TracedOp]) -> dict[int, int]:
+    """The bytes of the largest parameter that each op shares with others."""
+    found: dict[int, int] = {}
+    for owner, op in enumerate(ops):
+        for nbytes, *later in op.lent:
+            found |= {reader: max(nbytes, found.get(reader, 0)) for reader in (owner, *later)}
+    return found
 
 
 def _own_bytes(op: TracedOp) -> int:

@@ -291,7 +291,7 @@ class Gradients:
         wait than must. Then those that it adds to the sums over all micro-batches, (number of the
         parameter, slot): the sum of its own where each has a loss of its own, as every backward of
         a loop makes one. One loss for all sends gradients to all readers of all micro-batches one
-        by one: so they are added where one tape has all readers, and else at the end.
+        by one: so are they added, when the last of a micro-batch has come.
         """
         program = self._layout.program
         segments = (row for phase in program.phases for row in phase.segments)
@@ -308,8 +308,8 @@ class Gradients:
                 continue
             (_, latest, total), *others = rows
             if joined and program.batches > 1:
-                if len(tapes) == 1:
-                    totals[latest] += [(number, slot) for *_, slot in rows]
+                latest = max(tapes, key=rank.__getitem__)
+                totals[latest] += [(number, slot) for *_, slot in rows]
                 continue
             for _, tape, slot in others:
                 latest = max(latest, tape, key=rank.__getitem__)

@@ -113,9 +113,8 @@ class Record:
     parameters: dict[torch.nn.Parameter, GradientEdge] = field(default_factory=dict)
     # The sources of what entered that the caller may write into.
     cuts: list[CutTensor] = field(default_factory=list)
-    # The edge behind all that left, and an empty tensor to begin with, if `seeds` is used.
-    end: tuple[GradientEdge, torch.Tensor] | None = None
-    seeds: list[torch.Tensor | None] = field(default_factory=list)  # the gradients for the end
+    # Where a `TapeEnd` is behind what left: an empty tensor to begin with, and the gradient for it.
+    ends: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=dict)
 
 
 @final

@@ -257,14 +257,17 @@ class TapeCode:
         """
         pairs = zip(leaving, self.seeds, strict=True)
         ends = [tensor if tensor.requires_grad and slots else None for tensor, slots in pairs]
-        graded = [tensor for tensor in ends if tensor is not None]
-        if not graded:
+        if all(tensor is None for tensor in ends):
             return
         record.published = [None if end is None else get_gradient_edge(end) for end in ends]
         step.records[self.index] = record
         if self.large or step.meter is not None:  # small models are metered as large ones run
-            end = TapeEnd.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
-            record.end = get_gradient_edge(end), end.detach()
+            for number, tensor in reversed([*enumerate(ends)]):  # the engine takes the last first
+                if tensor is not None:
+                    seeds: list[torch.Tensor | None] = []
+                    end = TapeEnd.apply(seeds, tensor)  # type: ignore[no-untyped-call]
+                    record.published[number] = get_gradient_edge(end)
+                    record.ends[number] = end.detach(), seeds
 
     def backward(self, step: Step) -> None:
         """Go backward over the recorded graph; the gradients of what was published are there."""
@@ -321,14 +324,19 @@ class TapeCode:
 
     def _collect(self, step: Step, record: Record) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which backward begins, and their gradients, which nothing else holds."""
-        found = zip(record.published, map(step.taken, self.seeds), strict=True)
-        pairs = [(edge, seed) for edge, seed in found if edge is not None]
-        graded = [(edge, seed) for edge, seed in pairs if seed is not None]
-        # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
-        if record.end is not None and graded and len(graded) == len(pairs):
-            record.seeds += [seed for _, seed in pairs]
-            return [record.end[0]], [record.end[1]]
-        return [edge for edge, _ in graded], [seed for _, seed in graded]
+        edges: list[GradientEdge] = []
+        seeds: list[torch.Tensor] = []
+        for number, edge in enumerate(record.published):
+            seed = step.taken(self.seeds[number])
+            if edge is None or seed is None:
+                continue
+            if number in record.ends:
+                token, waiting = record.ends[number]
+                waiting.append(seed)
+                seed = token
+            edges.append(edge)
+            seeds.append(seed)
+        return edges, seeds
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:

@@ -277,7 +277,8 @@ class GraphedTape:
     def _run_backward(self, step: Step, forward: _Forward) -> None:
         """Go backward eagerly over the graph of the recorded forward."""
         for record in filter(None, forward.records):
-            record.seeds.clear()
+            for _, waiting in record.ends.values():
+                waiting.clear()
         scratch = self._scratch(forward)
         for slot in self._seeds:
             scratch.grads[slot], step.grads[slot] = step.grads[slot], None
