@@ -405,7 +405,7 @@ class _Planner:
             call, traced = self._traced(model, call, (), gradients=gradients)
             if n > 1:
                 batch_dimensions(traced, call, loss=loss, say=self.say)
-            graph, placement, _ = self._solved(traced, {}, n)
+            graph, placement, _ = self._solved(traced, {}, n, lambda _: None)
         if n == 1 or loss or not self.training:
             turns = len(placement.turns or segments_of(graph, placement))
             return simulate(graph, self.cluster, placement).makespan_ns + turns * _TURN_NS
