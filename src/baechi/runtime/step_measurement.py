@@ -311,8 +311,7 @@ def remembered(traced: Traced, n_ops: int, places: Sequence[torch.device]) -> Co
 def compare(split: Executable, single: Executable) -> Comparison:
     """The steps of both, from the store of costs or measured; nothing of the steps stays."""
     traced, n_ops, places = split.traced, len(split.placement.devices), split.places
-    known = remembered(traced, n_ops, places)
-    if known is not None:
+    if known := remembered(traced, n_ops, places):
         return known
     samples: tuple[list[int], list[int]] = ([], [])
     predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
