@@ -465,7 +465,7 @@ class _Planner:
         """All on the best device; None if that does not fit."""
         try:
             return solve_with_held(
-                *(graph, self.cluster, "single", self._gpus), constraints=constraints
+                graph, self.cluster, "single", self._gpus, constraints=constraints
             )
         except (InfeasibleError, InputError):
             return None
@@ -514,6 +514,7 @@ class _Planner:
         graph = graph_of(again)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         known = compared(graph)
+        lost = known is not None and not known.prefers_split
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]
         for stay in tiers:
@@ -532,8 +533,7 @@ class _Planner:
                         self.say(f"recomputing {', '.join(names)}")
                 n = len(self.cluster.devices)
                 self.say(f"placing {len(graph.ops)} operators on {n} devices")
-                single = known is not None and not known.prefers_split
-                placement = self._single(graph, constraints) if single else None
+                placement = self._single(graph, constraints) if lost else None
                 placement = placement or solve_with_held(
                     *(graph, self.cluster, self.placer, self._gpus),
                     effort=self.effort,

@@ -42,7 +42,6 @@ _RESERVED_SHARE: Final = 0.05
 _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
-_METHOD: Final = 1  # changes with how a hand-over is measured
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -164,7 +163,7 @@ def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Lin
         threads=1,
         torch=torch.__version__,
         settings=f"a hand-over from {names[0]} to {names[1]}",
-        method=_METHOD,
+        method=1,  # changes with how it is measured
     )
     with ProfileStore() as store:
         known = None if anew else store.find("link", conditions)

@@ -314,8 +314,7 @@ def compare(split: Executable, single: Executable) -> Comparison:
     """The steps of both, from the store of costs or measured; nothing of the steps stays."""
     traced, n_ops, places = split.traced, len(split.placement.devices), split.places
     graphs = split.graphs is not None
-    known = remembered(traced, n_ops, places, graphs=graphs)
-    if known is not None:
+    if known := remembered(traced, n_ops, places, graphs=graphs):
         return known
     samples: tuple[list[int], list[int]] = ([], [])
     predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
