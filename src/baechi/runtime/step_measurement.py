@@ -41,11 +41,13 @@ from baechi.validation import check_positive
 _WARM_UP: Final = 2
 # Workers meet in another order in each step, and so do their peaks.
 _METERED: Final = 2
-_ROUNDS: Final = 3
+# Rounds of a comparison: the fewest, and the most while it is not clear.
+_ROUNDS: Final = (3, 12)
+_LONG_ROUNDS: Final = (2, 3)  # of steps that take longer than a round should
 _MOST_STEPS: Final = 5  # of one round
 _ROUND_NS: Final = 500_000_000  # steps of a round take about as long, or there is one
-_GAIN: Final = 0.02  # less is taken for noise, and the prediction holds
-_METHOD: Final = 1  # changes with what is measured
+_GAIN: Final = 0.02  # less is taken for noise, and the split goes
+_METHOD: Final = 2  # changes with what is measured
 
 Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
@@ -278,15 +280,29 @@ def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
 @final
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measured times of a step: split as placed, and on the best single device."""
+    """Measured times of a step: split as placed, and on the best single device.
+
+    Attributes:
+        spread_ns: Between the quartiles, over the rounds, of what the split saves.
+    """
 
     split_ns: int
     single_ns: int
+    spread_ns: int = 0
 
     @property
     def prefers_split(self) -> bool:
-        """True if one device is not clearly faster."""
-        return self.single_ns >= self.split_ns * (1 - _GAIN)
+        """True if the split is clearly faster."""
+        return self.single_ns - self.split_ns > self._noise_ns
+
+    @property
+    def is_clear(self) -> bool:
+        """True if what lies between the two is more than noise."""
+        return abs(self.single_ns - self.split_ns) > self._noise_ns
+
+    @property
+    def _noise_ns(self) -> float:
+        return max(_GAIN * self.single_ns, self.spread_ns)
 
     def __str__(self) -> str:
         kept = "the split" if self.prefers_split else "one device"
@@ -298,32 +314,56 @@ class Comparison:
 
 def compare(split: Executable, single: Executable) -> Comparison:
     """The steps of both, from the store of costs or measured; nothing of the steps stays."""
-    conditions, keys = _conditions(split), [_key(split), _key(single)]
+    conditions, key = _conditions(split), _key(split)
     with ProfileStore() as store:
-        known = [store.find(key, conditions) for key in keys]
-        if known[0] is not None and known[1] is not None:
-            return Comparison(known[0].forward_ns, known[1].forward_ns)
-        samples: tuple[list[int], list[int]] = ([], [])
+        known = store.find(key, conditions)
+        if known is not None:
+            return Comparison(known.forward_ns, known.backward_ns, known.forward_spread_ns)
         predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
         steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
-        for _ in range(_ROUNDS if steps else 1):  # of long steps one each
-            for special, row in zip((split, single), samples, strict=True):
-                special.settle()
-                with _running(special) as run:
-                    row.extend(run.times(max(1, steps), warm_up=1))
-        medians = [int(statistics.median(row)) for row in samples]
-        for key, step_ns in zip(keys, medians, strict=True):
-            store.keep(key, conditions, Measured(step_ns))
-    return Comparison(*medians)
+        found = compared(partial(_medians, (split, single), steps), long=not steps)
+        store.keep(
+            *(key, conditions),
+            Measured(found.split_ns, found.single_ns, forward_spread_ns=found.spread_ns),
+        )
+    return found
 
 
-def _key(special: Executable) -> str:
-    """The operators, with shapes and constants, and whether they are on one device or on several.
+def compared(measure: Callable[[], Sequence[int]], *, long: bool = False) -> Comparison:
+    """What rounds of (split, single) times say, more of them while that is not clear.
 
-    Not on which: links are measured anew in each process, and splits differ by that.
+    The two are compared within each round, so a machine whose speed changes changes both. Of `long`
+    steps few rounds are made.
     """
-    ops, n = len(special.placement.devices), len(set(special.placement.devices))
-    text = f"{special.traced.digest} {ops} {'split' if n > 1 else 'one device'}"
+    least, most = _LONG_ROUNDS if long else _ROUNDS
+    rows: list[Sequence[int]] = []
+    while True:
+        rows.append(measure())
+        if len(rows) < least:
+            continue
+        split_ns, single_ns = (int(statistics.median(column)) for column in zip(*rows, strict=True))
+        low, _, high = statistics.quantiles([one - two for two, one in rows], n=4)
+        found = Comparison(split_ns, single_ns, int(high - low))
+        if found.is_clear or len(rows) == most:
+            return found
+
+
+def _medians(ways: Sequence[Executable], steps: int) -> list[int]:
+    """Of a step of each, after one that finds the caches of the way before."""
+    found = []
+    for special in ways:
+        special.settle()
+        with _running(special) as run:
+            found.append(int(statistics.median(run.times(max(1, steps), warm_up=1))))
+    return found
+
+
+def _key(split: Executable) -> str:
+    """The operators, with shapes and constants, and their devices.
+
+    Another split of them, as links are measured anew in each process, is another matter.
+    """
+    text = f"{split.traced.digest} {split.placement.devices}"
     return f"step {hashlib.sha256(text.encode()).hexdigest()}"
 
 
