@@ -134,8 +134,7 @@ def test_two_splits_of_one_model_are_measured_each(monkeypatch: pytest.MonkeyPat
         return measured[-1]
 
     monkeypatch.setattr(step_measurement, "compared", counted)
-    ends = ("pause", "pause_1")
-    for left, right in ((0, 1), (1, 0), (0, 1)):
-        pins = dict(zip(ends, (left, right), strict=True))
-        place(copy.deepcopy(model), constraints=baechi.Constraints(pin=pins))
+    for device in ("cpu:0", "cpu:1", "cpu:0"):
+        pins = {"add": device}
+        place(copy.deepcopy(model), constraints=baechi.Constraints(pins=pins))
     assert len(measured) == 2
