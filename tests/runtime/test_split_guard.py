@@ -126,7 +126,7 @@ def test_a_machine_that_slows_down_meanwhile_slows_both() -> None:
 def test_two_splits_of_one_model_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of one split says nothing about another."""
     model = Branches(0.01)
-    measured = []
+    measured: list[Comparison] = []
     real = step_measurement.compared
 
     def counted(*args: Any, **options: Any) -> Comparison:

@@ -322,10 +322,8 @@ def compare(split: Executable, single: Executable) -> Comparison:
         predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
         steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
         found = compared(partial(_medians, (split, single), steps), long=not steps)
-        store.keep(
-            *(key, conditions),
-            Measured(found.split_ns, found.single_ns, forward_spread_ns=found.spread_ns),
-        )
+        kept = Measured(found.split_ns, found.single_ns, forward_spread_ns=found.spread_ns)
+        store.keep(key, conditions, kept)
     return found
 
 
