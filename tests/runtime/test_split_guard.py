@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.runtime.step_measurement import Comparison
+from baechi.runtime import step_measurement
+from baechi.runtime.step_measurement import Comparison, compared
 
 
 @torch.library.custom_op("baechi_tests::pause", mutates_args=())
@@ -115,6 +116,30 @@ def test_what_fits_no_single_device_is_not_compared() -> None:
     assert not placed.remarks
 
 
-def test_two_per_cent_are_noise() -> None:
-    assert Comparison(1000, 985).prefers_split
-    assert not Comparison(1000, 975).prefers_split
+def test_a_split_must_win_by_more_than_noise() -> None:
+    assert not Comparison(985, 1000).prefers_split
+    assert Comparison(975, 1000).prefers_split
+    assert not Comparison(900, 1000, spread_ns=110).prefers_split
+    assert Comparison(880, 1000, spread_ns=110).prefers_split
+
+
+def test_clear_times_take_three_rounds() -> None:
+    rounds = iter([(900, 1000)] * 3)
+    assert compared(lambda: next(rounds)) == Comparison(900, 1000)
+    assert next(rounds, None) is None
+
+
+def test_a_lucky_start_is_looked_at_again() -> None:
+    """Three rounds in which the split has luck once, and nine in which it has none."""
+    rounds = iter([(700, 1000), (700, 1000), (1400, 1000), *[(1400, 1000)] * 9])
+    found = compared(lambda: next(rounds))
+    assert found.split_ns == 1400
+    assert not found.prefers_split
+    assert len(list(rounds)) > 0  # it became clear on the way
+
+
+def test_a_machine_that_slows_down_meanwhile_slows_both() -> None:
+    rounds = iter([(800 * speed, 1000 * speed) for speed in (1, 2, 2)])
+    found = compared(lambda: next(rounds))
+    assert found.prefers_split
+    assert found.spread_ns == 200

@@ -41,11 +41,13 @@ from baechi.validation import check_positive
 _WARM_UP: Final = 2
 # Workers meet in another order in each step, and so do their peaks.
 _METERED: Final = 2
-_ROUNDS: Final = 3
+# Rounds of a comparison: the fewest, and the most while it is not clear.
+_ROUNDS: Final = (3, 12)
+_LONG_ROUNDS: Final = (2, 3)  # of steps that take longer than a round should
 _MOST_STEPS: Final = 5  # of one round
 _ROUND_NS: Final = 500_000_000  # steps of a round take about as long, or there is one
-_GAIN: Final = 0.02  # less is taken for noise, and the prediction holds
-_METHOD: Final = 1  # changes with what is measured
+_GAIN: Final = 0.02  # less is taken for noise, and the split goes
+_METHOD: Final = 2  # changes with what is measured
 
 Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
@@ -280,15 +282,29 @@ def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
 @final
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measured times of a step: split as placed, and on the best single device."""
+    """Measured times of a step: split as placed, and on the best single device.
+
+    Attributes:
+        spread_ns: Between the quartiles, over the rounds, of what the split saves.
+    """
 
     split_ns: int
     single_ns: int
+    spread_ns: int = 0
 
     @property
     def prefers_split(self) -> bool:
-        """True if one device is not clearly faster."""
-        return self.single_ns >= self.split_ns * (1 - _GAIN)
+        """True if the split is clearly faster."""
+        return self.single_ns - self.split_ns > self._noise_ns
+
+    @property
+    def is_clear(self) -> bool:
+        """True if what lies between the two is more than noise."""
+        return abs(self.single_ns - self.split_ns) > self._noise_ns
+
+    @property
+    def _noise_ns(self) -> float:
+        return max(_GAIN * self.single_ns, self.spread_ns)
 
     def __str__(self) -> str:
         kept = "the split" if self.prefers_split else "one device"
@@ -302,12 +318,11 @@ def remembered(
     traced: Traced, n_ops: int, places: Sequence[torch.device], *, graphs: bool
 ) -> Comparison | None:
     """What `compare` found before for a model whose graph has so many ops; None if nothing."""
-    conditions = _conditions(places)
     with ProfileStore() as store:
-        split, single = (store.find(key, conditions) for key in _keys(traced, n_ops, graphs=graphs))
-    if split is None or single is None:
+        known = store.find(_key(traced, n_ops, graphs=graphs), _conditions(places))
+    if known is None:
         return None
-    return Comparison(split.forward_ns, single.forward_ns)
+    return Comparison(known.forward_ns, known.backward_ns, known.forward_spread_ns)
 
 
 def compare(split: Executable, single: Executable) -> Comparison:
@@ -316,29 +331,51 @@ def compare(split: Executable, single: Executable) -> Comparison:
     graphs = split.graphs is not None
     if known := remembered(traced, n_ops, places, graphs=graphs):
         return known
-    samples: tuple[list[int], list[int]] = ([], [])
     predicted_ns = 0 if split.schedule is None else split.schedule.makespan_ns
     steps = min(_MOST_STEPS, _ROUND_NS // max(1, predicted_ns))
-    for _ in range(_ROUNDS if steps else 1):  # of long steps one each
-        for special, row in zip((split, single), samples, strict=True):
-            special.settle()
-            with _running(special) as run:
-                row.extend(run.times(max(1, steps), warm_up=1))
-    medians = [int(statistics.median(row)) for row in samples]
+    found = compared(partial(_medians, (split, single), steps), long=not steps)
+    kept = Measured(found.split_ns, found.single_ns, forward_spread_ns=found.spread_ns)
     with ProfileStore() as store:
-        for key, step_ns in zip(_keys(traced, n_ops, graphs=graphs), medians, strict=True):
-            store.keep(key, _conditions(places), Measured(step_ns))
-    return Comparison(*medians)
+        store.keep(_key(traced, n_ops, graphs=graphs), _conditions(places), kept)
+    return found
 
 
-def _keys(traced: Traced, n_ops: int, *, graphs: bool) -> list[str]:
-    """The operators, with shapes and constants, split over devices, and on one device.
+def compared(measure: Callable[[], Sequence[int]], *, long: bool = False) -> Comparison:
+    """What rounds of (split, single) times say, more of them while that is not clear.
 
-    Not on which: links are measured anew in each process, and splits differ by that.
+    The two are compared within each round, so a machine whose speed changes changes both. Of `long`
+    steps few rounds are made.
     """
-    as_graphs = " as graphs" if graphs else ""
-    texts = [f"{traced.digest} {n_ops} {how}{as_graphs}" for how in ("split", "one device")]
-    return [f"step {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
+    least, most = _LONG_ROUNDS if long else _ROUNDS
+    rows: list[Sequence[int]] = []
+    while True:
+        rows.append(measure())
+        if len(rows) < least:
+            continue
+        split_ns, single_ns = (int(statistics.median(column)) for column in zip(*rows, strict=True))
+        low, _, high = statistics.quantiles([one - two for two, one in rows], n=4)
+        found = Comparison(split_ns, single_ns, int(high - low))
+        if found.is_clear or len(rows) == most:
+            return found
+
+
+def _medians(ways: Sequence[Executable], steps: int) -> list[int]:
+    """Of a step of each, after one that finds the caches of the way before."""
+    found = []
+    for special in ways:
+        special.settle()
+        with _running(special) as run:
+            found.append(int(statistics.median(run.times(max(1, steps), warm_up=1))))
+    return found
+
+
+def _key(traced: Traced, n_ops: int, *, graphs: bool) -> str:
+    """The operators, with shapes and constants: a split of them, and all on one device.
+
+    Not which split: links of GPUs are measured anew in each process, and splits differ by that.
+    """
+    text = f"{traced.digest} {n_ops}{' as graphs' if graphs else ''}"
+    return f"step {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _conditions(places: Sequence[torch.device]) -> Conditions:
