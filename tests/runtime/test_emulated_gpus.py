@@ -476,7 +476,7 @@ def test_short_kernels_are_bound_by_their_launches_and_graphs_are_not() -> None:
         (LANES[:2], True, False, {"Create": 18, "Record": 26, "Wait": 28, "Copy": 1}),
         (
             *(LANES[:2], True, "auto"),
-            {"Graph": 2, "Record": 2, "Wait": 2, "Copy": 3},
+            {"Graph": 2, "Record": 2, "Wait": 2, "Copy": 2},
         ),
         pytest.param(
             *(["cuda:0", "cuda:1"], False, False),

@@ -183,16 +183,23 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     assert "" in placed._current.graphs.reasons
 
 
-def test_lanes_of_a_gpu_that_are_not_measured_are_one_lane() -> None:
-    x = torch.randn(8, 256, device="cuda:0")
+@pytest.mark.parametrize("guard", [True, False])
+def test_lanes_of_a_gpu_that_are_not_measured_are_one_lane(guard: bool) -> None:
+    model, x = Branches().to("cuda:0"), torch.randn(8, 256, device="cuda:0")
+    traced = baechi.trace(model, (x,))
+    costs = baechi.Profile(
+        traced.digest, "", tuple(baechi.OpCost(10**6, 10**6) for _ in traced.ops)
+    )
+    lanes = [baechi.Device(name, "4GiB") for name in LANES[:2]]
     placed = baechi.place(
-        *(Branches().to("cuda:0"), LANES[:2]),
+        *(model, baechi.Cluster.connected(lanes, baechi.Link(0, 10**12))),
         example_args=(x,),
-        costs="estimate",
-        checkpoint="rows.*",
+        costs=costs,
+        checkpoint="rows.0",
+        guard=guard,
         progress=False,
     )
-    assert len(set(placed._current.placement.devices)) == 1
+    assert len(set(placed._current.placement.devices)) == (1 if guard else 2)
 
 
 def test_plans_share_their_streams_but_those_of_captures() -> None:

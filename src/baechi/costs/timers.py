@@ -225,7 +225,7 @@ class CudaTimer:
 
     def _tiny_ns(self, kernels: int) -> float:
         """The median reading of so many of the shortest kernels, one after the other."""
-        runs = [lambda: [spin(1) for _ in range(kernels)]] * _QUEUED
+        runs = [partial(_call, [partial(spin, 1)] * kernels)] * _QUEUED
         rows = [self._queued(runs, kernels * _RECORDING_NS) for _ in range(_WARM_UPS)]
         return statistics.median(ns for row in rows for ns in row)
 

@@ -305,7 +305,8 @@ def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, 
             for gpu in {tensor.device for tensor in inputs if tensor.is_cuda}:
                 torch.cuda.synchronize(gpu)
             start, busy = time.perf_counter_ns(), time.process_time_ns()
-            torch.autograd.grad(module(x), inputs, seed)
+            output = module(x)
+            torch.autograd.grad(output, inputs, seed.to(output.device))
             row.append((time.perf_counter_ns() - start, time.process_time_ns() - busy))
     columns = (zip(*row[_WARM_UP_STEPS:], strict=True) for row in readings)
     return [tuple(int(quantiles(column, n=4)[0]) for column in pair) for pair in columns]

@@ -34,7 +34,7 @@ class CudaRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._latest = -1
 
-    def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
+    def record(self, function: Callable[[], object], rank: int) -> Callable[[], None]:
         """Capture what the function launches; it takes place when it is replayed first.
 
         Its rank is its place in the order of a step. What one capture has let go of, the next may

@@ -219,8 +219,8 @@ class CudaExecutor:
             # Inputs of several micro-batches come one after another, which takes less memory.
             ahead = phase == 0 and len(steps) == 1
             pinned = self._fetch(step, run, streams) if ahead else ()
-            for event in run.arrivals.values() if whole is not None else ():
-                torch.cuda.current_stream(self._gpus[0]).wait_event(event)
+            for arrival in run.arrivals.values() if whole is not None else ():
+                torch.cuda.current_stream(self._gpus[0]).wait_event(arrival)
             if whole is not None:
                 (whole.backward if phase else whole.forward)(step)
             for lane in rows.launch if whole is None else ():
