@@ -125,13 +125,13 @@ class Unrolled:
         ]
         makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
         none = np.zeros(len(pairs), np.int64)
-        sizes = [row[2] for row in copies]
+        numbers = [row[2] for row in copies]
         rows = [at[row[3]] for at, row in zip(where, copies, strict=True)]
         if self.joined >= 0:
             for batch in range(1, self.microbatches):
-                sizes[batch] = sizes[batch] + given
+                numbers[batch] = numbers[batch] + given
                 rows[batch] = np.insert(rows[batch], ends, where[0, one.consumers[ends - 1]])
-        sizes, consumers = np.concatenate([*sizes, none + 1]), np.concatenate([*rows, waiters])
+        sizes, consumers = np.concatenate([*numbers, none + 1]), np.concatenate([*rows, waiters])
         if self.ranked is not None:
             consumers = consumers[np.lexsort((consumers, np.repeat(np.arange(len(sizes)), sizes)))]
 
