@@ -11,7 +11,7 @@ def copies(graph, segments, microbatches, *, joined=False):
     Late bytes are a kept tensor of the first batch that goes backward; the others' live to the end
     of their segment, or of its last op that may read a tensor of theirs: of no lower index. Or of
     the last segment that has their group, if that ends later. The second's are then added in new
-    memory, one op's after the other. What a joined loss gives stays for the last batch's reader.
+    memory, one op's after the other.
     """
     n, batches = len(graph.ops), range(microbatches)
     loss = graph.n_forward if joined and graph.is_training else None
@@ -61,17 +61,10 @@ def copies(graph, segments, microbatches, *, joined=False):
             )
         )
 
-    def extra(tensor):
-        return (
-            {index[max(tensor.consumers), 0]}
-            if tensor.producer == loss and tensor.consumers
-            else set()
-        )
-
     tensors = [
         Tensor(
             index[tensor.producer, batch],
-            tuple(sorted({index[reader, batch] for reader in tensor.consumers} | extra(tensor))),
+            tuple(sorted({index[reader, batch] for reader in tensor.consumers})),
             tensor.nbytes,
             tensor.kept,
         )

@@ -99,9 +99,6 @@ class Unrolled:
         counts = np.diff(one.consumer_begin)
         more = counts + np.isin(np.arange(one.tensors), held)
         readers = np.insert(one.consumers, one.consumer_begin[held], until[one.producer[held]])
-        # All that a joined loss gives are parts of one tensor, which stays for the last of them.
-        given = (one.producer == self.joined) & (counts > 0)
-        ends = one.consumer_begin[1:][given]
         sums = one.workspace.copy()
         if self.until is not None:
             np.maximum.at(sums, until[one.producer[self.late]], one.nbytes[self.late])
@@ -125,13 +122,10 @@ class Unrolled:
         ]
         makers, waiters = np.array(pairs, np.int32).reshape(-1, 2).T
         none = np.zeros(len(pairs), np.int64)
-        sizes = [row[2] for row in copies]
-        rows = [at[row[3]] for at, row in zip(where, copies, strict=True)]
-        if self.joined >= 0:
-            for batch in range(1, self.microbatches):
-                sizes[batch] = sizes[batch] + given
-                rows[batch] = np.insert(rows[batch], ends, where[0, one.consumers[ends - 1]])
-        sizes, consumers = np.concatenate([*sizes, none + 1]), np.concatenate([*rows, waiters])
+        sizes = np.concatenate([*(row[2] for row in copies), none + 1])
+        consumers = np.concatenate(
+            [*(at[row[3]] for at, row in zip(where, copies, strict=True)), waiters]
+        )
         if self.ranked is not None:
             consumers = consumers[np.lexsort((consumers, np.repeat(np.arange(len(sizes)), sizes)))]
 
@@ -331,10 +325,7 @@ class Turns:
 
     @cached_property
     def _lines(self) -> tuple[Link, ...]:
-        """The order of a device's segments in a batch, forward and backward, as a program has it.
-
-        They make what sums of gradients begin with (`program/compilation.py`).
-        """
+        """The order of a device's segments in a batch, as a program keeps it for its sums."""
         n, lines = self.graph.n_forward, defaultdict[tuple[int, int], list[int]](list)
         for at, (home, ops) in enumerate(zip(self.homes, self.segments, strict=True)):
             lines[home, (ops[0] > n) - (ops[0] < n)].append(at)
