@@ -433,7 +433,7 @@ class Unusual(nn.Module):
         self.part = part
         self.inner = nn.Linear(4, 4)
         self.recurrent = nn.GRU(4, 4, batch_first=True)
-        self.cell = nn.RNNCell(4, 4)
+        self.cell, self.long = nn.RNNCell(4, 4), nn.LSTMCell(4, 4)
         self.lstm = nn.LSTM(4, 4, 2, bidirectional=True)
         self.projected = nn.LSTM(4, 4, proj_size=2, batch_first=True)
         convolution = nn.Conv2d(4, 4, 1, bias=False)
@@ -462,6 +462,7 @@ class Unusual(nn.Module):
             "patches": lambda: nn.functional.unfold(x[:, None, None].expand(-1, 2, 3, 4), 2),
             "recurrent": lambda: self.recurrent(x[:, None].expand(-1, 3, 4))[0],
             "cell": lambda: self.cell(x),
+            "long cell": lambda: self.long(x)[1],
             "steps": lambda: self.lstm(x[:, None] * torch.ones(2, 1))[0],
             "projected": lambda: self.projected(x[:, None].expand(-1, 3, 4))[0],
             "pooled map": lambda: nn.functional.interpolate(
@@ -475,7 +476,7 @@ PARTS = ["truth value", "distribution", "image", "images of a size", "inner grap
 
 
 PARTS += ["one head", "baddbmm", "scatter", "triangular", "selection", "patches", "recurrent"]
-PARTS += ["cell", "steps", "projected", "pooled map"]
+PARTS += ["cell", "long cell", "steps", "projected", "pooled map"]
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

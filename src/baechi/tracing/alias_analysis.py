@@ -300,7 +300,7 @@ class _Recorder(fx.Interpreter):
             arguments = schema_arguments(target, args, kwargs)
             if _is_symbolic(arguments["input"]):
                 return resized_by_symbols(target, arguments)
-        if name.startswith(("aten.gru", "aten.rnn_")) and _is_symbolic(args[0]):
+        if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)
         if name.startswith("aten.lstm.") and _is_symbolic(args[0]):
