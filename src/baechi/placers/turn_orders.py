@@ -359,12 +359,33 @@ class _Blocks:
         held = (first < graph.n_forward) & (last > graph.n_forward)
         self._held = self._between(arrays.nbytes * held, self._where[arrays.producer])
         self._forbidden = [self._between(~row, self._block) > 0 for row in problem.allowed]
-        crossing = np.zeros(self._count + 2, np.int64)
+        self._moves = self._transfers(costs)
+
+    def _transfers(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the busier port moves for some blocks: what they send, or what they receive, once.
+
+        Tensors of which they have the producer, all ends, or some, are rectangles of the matrix.
+        """
+        arrays, ids = self._problem.arrays, np.arange(len(costs))
+        made = self._where[arrays.producer]
+        ends = np.concatenate([ids, arrays.per_consumer(ids)])
+        at = np.concatenate([made, self._where[arrays.consumers]])
+        ends, at = np.unique(np.stack([ends, at]), axis=1)
         first, last = arrays.extents(self._where.astype(np.int64))
-        np.add.at(crossing, first + 1, costs)
-        np.subtract.at(crossing, last + 1, costs)
-        cuts = np.cumsum(crossing)[: self._count + 1]
-        self._moves = (cuts[:, None] + cuts[None, :]) // 2
+
+        def summed(
+            low: NDArray[Any], high: NDArray[Any], begin: NDArray[Any], tensor: NDArray[Any]
+        ) -> NDArray[np.int64]:
+            """Sums of costs over tensors whose first block, row, and next block are in a range."""
+            grid = np.zeros((self._count + 2, self._count + 2), np.int64)
+            np.add.at(grid, (low, begin + 1), costs[tensor])
+            np.subtract.at(grid, (high + 1, begin + 1), costs[tensor])
+            return grid.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
+
+        before = np.where(np.diff(ends, prepend=-1) > 0, -1, np.roll(at, 1))
+        producer = summed(0 * made, made, made, ids)
+        some, every = summed(before + 1, at, at, ends), summed(0 * first, first, last, ids)
+        return np.maximum(producer - every, some - producer)
 
     def _between(self, values: NDArray[Any], block: NDArray[np.int32]) -> NDArray[np.int64]:
         """Sums of values from one block up to another, given the block of each."""
