@@ -348,7 +348,7 @@ class _Blocks:
 
     def __init__(self, graph: OpGraph, problem: Problem, microbatches: int) -> None:
         arrays = problem.arrays
-        costs, self._count, self._block = _cut(problem, _BLOCKS)
+        costs, self._count, self._block = _cut(graph, problem, _BLOCKS)
         self._where = self._block[arrays.op_group]
         self._problem, self._microbatches = problem, microbatches
         self._work = [self._between(times, self._where) for times in problem.durations]
@@ -359,33 +359,12 @@ class _Blocks:
         held = (first < graph.n_forward) & (last > graph.n_forward)
         self._held = self._between(arrays.nbytes * held, self._where[arrays.producer])
         self._forbidden = [self._between(~row, self._block) > 0 for row in problem.allowed]
-        self._moves = self._transfers(costs)
-
-    def _transfers(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the busier port moves for some blocks: what they send, or what they receive, once.
-
-        Tensors of which they have the producer, all ends, or some, are rectangles of the matrix.
-        """
-        arrays, ids = self._problem.arrays, np.arange(len(costs))
-        made = self._where[arrays.producer]
-        ends = np.concatenate([ids, arrays.per_consumer(ids)])
-        at = np.concatenate([made, self._where[arrays.consumers]])
-        ends, at = np.unique(np.stack([ends, at]), axis=1)
+        crossing = np.zeros(self._count + 2, np.int64)
         first, last = arrays.extents(self._where.astype(np.int64))
-
-        def summed(
-            low: NDArray[Any], high: NDArray[Any], begin: NDArray[Any], tensor: NDArray[Any]
-        ) -> NDArray[np.int64]:
-            """Sums of costs over tensors whose first block, row, and next block are in a range."""
-            grid = np.zeros((self._count + 2, self._count + 2), np.int64)
-            np.add.at(grid, (low, begin + 1), costs[tensor])
-            np.subtract.at(grid, (high + 1, begin + 1), costs[tensor])
-            return grid.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
-
-        before = np.where(np.diff(ends, prepend=-1) > 0, -1, np.roll(at, 1))
-        producer = summed(0 * made, made, made, ids)
-        some, every = summed(before + 1, at, at, ends), summed(0 * first, first, last, ids)
-        return np.maximum(producer - every, some - producer)
+        np.add.at(crossing, first + 1, costs)
+        np.subtract.at(crossing, last + 1, costs)
+        cuts = np.cumsum(crossing)[: self._count + 1]
+        self._moves = (cuts[:, None] + cuts[None, :]) // 2
 
     def _between(self, values: NDArray[Any], block: NDArray[np.int32]) -> NDArray[np.int64]:
         """Sums of values from one block up to another, given the block of each."""
@@ -428,10 +407,19 @@ class _Blocks:
         return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
 
 
-def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
-    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group."""
+def _cut(
+    graph: OpGraph, problem: Problem, most: int
+) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
+    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group.
+
+    A group is where its longest forward op is: its first may be weights, far ahead of that.
+    """
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
-    return costs, *blocks_of(problem, tuple(range(problem.arrays.groups)), costs, most)
+    arrays, n = problem.arrays, graph.n_forward
+    by_time = np.argsort(arrays.times[:n], kind="stable")
+    at = np.full(arrays.groups, n)
+    at[arrays.op_group[by_time]] = by_time
+    return costs, *blocks_of(problem, tuple(np.argsort(at, kind="stable").tolist()), costs, most)
 
 
 def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
@@ -439,7 +427,7 @@ def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
 
     That is used where the first has a cycle.
     """
-    _, count, block = _cut(problem, most)
+    _, count, block = _cut(graph, problem, most)
     where, loss, op = block[problem.arrays.op_group], graph.n_forward, np.arange(len(graph.ops))
     key = np.where(op < loss, where, 2 * count - where)
     key[loss : loss + 1] = count

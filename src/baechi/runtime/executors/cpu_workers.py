@@ -185,9 +185,7 @@ class RunningCall:
     Attributes:
         steps: One for each micro-batch.
         came: Whether an event has come, by its number.
-        ended: Open when a lane has ended.
         failure: The first error.
-        state: Makes a context of the caller's settings, for workers.
     """
 
     def __init__(
