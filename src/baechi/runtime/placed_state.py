@@ -319,7 +319,7 @@ class PlacedState:
 
     def drain(self) -> None:
         """Wait for calls that are under way."""
-        for call in tuple(self.underway):
+        for call in tuple(self.underway) if self.underway else ():
             call.wait()
             self.underway.discard(call)
 
