@@ -98,7 +98,7 @@ class _Lane:
             with call.state():
                 for action, number in self._actions[self._position :]:
                     if action is False:
-                        while not (call.came[number] or call.failure):
+                        while not call.came[number] and call.failure is None:
                             if len(worker.lanes) > 1:
                                 return False
                             worker.sleep()
