@@ -348,7 +348,7 @@ class _Blocks:
 
     def __init__(self, graph: OpGraph, problem: Problem, microbatches: int) -> None:
         arrays = problem.arrays
-        costs, self._count, self._block = _cut(problem, _BLOCKS)
+        costs, self._count, self._block = _cut(graph, problem, _BLOCKS)
         self._where = self._block[arrays.op_group]
         self._problem, self._microbatches = problem, microbatches
         self._work = [self._between(times, self._where) for times in problem.durations]
@@ -407,10 +407,19 @@ class _Blocks:
         return self._microbatches * max(load.values()) + fill_ns, stage_of[self._where]
 
 
-def _cut(problem: Problem, most: int) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
-    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group."""
+def _cut(
+    graph: OpGraph, problem: Problem, most: int
+) -> tuple[NDArray[np.int64], int, NDArray[np.int32]]:
+    """Mean transfers of tensors, the number of blocks, about `most`, and that of every group.
+
+    A group is where its longest forward op is: its first may be weights, far ahead of that.
+    """
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
-    return costs, *blocks_of(problem, tuple(range(problem.arrays.groups)), costs, most)
+    arrays, n = problem.arrays, graph.n_forward
+    by_time = np.argsort(arrays.times[:n], kind="stable")
+    at = np.full(arrays.groups, n)
+    at[arrays.op_group[by_time]] = by_time
+    return costs, *blocks_of(problem, tuple(np.argsort(at, kind="stable").tolist()), costs, most)
 
 
 def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
@@ -418,7 +427,7 @@ def _coarse(graph: OpGraph, problem: Problem, most: int) -> Coarse:
 
     That is used where the first has a cycle.
     """
-    _, count, block = _cut(problem, most)
+    _, count, block = _cut(graph, problem, most)
     where, loss, op = block[problem.arrays.op_group], graph.n_forward, np.arange(len(graph.ops))
     key = np.where(op < loss, where, 2 * count - where)
     key[loss : loss + 1] = count

@@ -412,8 +412,7 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
 def period_ns(graph: OpGraph, cluster: Cluster, placement: Placement, schedule: Schedule) -> int:
     """The time per request of a long row of them: the largest load of a device, port or host.
 
-    Devices work on later requests while they wait, so that this time is approached, in whatever
-    order a single one runs.
+    It is approached whatever the order of one, as devices that wait work on later ones.
     """
     busy: Counter[tuple[str, int | str]] = Counter()
     for span in schedule.spans:

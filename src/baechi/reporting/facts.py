@@ -233,7 +233,8 @@ def summary(plan: Plan) -> tuple[str, ...]:
 
 def _streaming(plan: Plan) -> list[str]:
     """A sentence on runs one behind the other, if it was placed for them."""
-    period, latency = map(plan.placement.stats.get, ("period_ns", "latency_ns"))
+    stats = plan.placement.stats
+    period, latency = stats.get("period_ns"), stats.get("latency_ns")
     if not isinstance(period, int) or not isinstance(latency, int):
         return []
     return [

@@ -287,7 +287,12 @@ class PlacedState:
                     calls = self.cut(entry.module, call) if cut else [call]
                     special = self.special(entry, calls[0])
                     if in_flight and self.meter is None and special.overlaps(call):
-                        return self._begun(special, calls, in_flight)
+                        if special is not self._streaming:  # the same devices, other workers
+                            self.drain()
+                            self._streaming = special
+                        running = special.begin(calls, in_flight)
+                        self.underway.add(running)
+                        return running
                     self.drain()
                     if cut:
                         return special(calls, self.meter)
@@ -312,18 +317,9 @@ class PlacedState:
         finally:
             self.lock.leave()
 
-    def _begun(self, special: Executable, calls: Sequence[Call], in_flight: int) -> RunningCall:
-        """A call that is under way beside others of its plan."""
-        if special is not self._streaming:
-            self.drain()  # plans have workers of their own, and share the devices
-            self._streaming = special
-        running = special.begin(calls, in_flight)
-        self.underway.add(running)
-        return running
-
     def drain(self) -> None:
         """Wait for calls that are under way."""
-        for call in tuple(self.underway):
+        for call in tuple(self.underway) if self.underway else ():
             call.wait()
             self.underway.discard(call)
 

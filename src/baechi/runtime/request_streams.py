@@ -53,15 +53,11 @@ class Stream(Iterator[Any]):
     def _take(self) -> None:
         """Take one more, and begin it."""
         try:
-            request = next(self._requests)
-        except StopIteration:
-            self._ended = True
-            return
-        except Exception as error:
-            self._taken.append(partial(_fail, error))
-            return
-        try:
-            self._taken.append(self._begun(request))
+            request = next(self._requests, self)
+            if request is self:
+                self._ended = True
+            else:
+                self._taken.append(self._begun(request))
         except Exception as error:
             self._taken.append(partial(_fail, error))
 

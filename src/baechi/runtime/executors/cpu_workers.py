@@ -98,7 +98,7 @@ class _Lane:
             with call.state():
                 for action, number in self._actions[self._position :]:
                     if action is False:
-                        while not (call.came[number] or call.failure):
+                        while not call.came[number] and call.failure is None:
                             if len(worker.lanes) > 1:
                                 return False
                             worker.sleep()
@@ -185,9 +185,7 @@ class RunningCall:
     Attributes:
         steps: One for each micro-batch.
         came: Whether an event has come, by its number.
-        ended: Open when a lane has ended.
         failure: The first error.
-        state: Makes a context of the caller's settings, for workers.
     """
 
     def __init__(
