@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.runtime import step_measurement
 from baechi.runtime.step_measurement import Comparison, compared
 
 
