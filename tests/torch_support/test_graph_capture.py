@@ -84,7 +84,7 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
         "synchronize": lambda _: None,
         "empty_cache": mine.empty,
         "stream": lambda _: contextlib.nullcontext(),
-        "Stream": lambda _: object(),
+        "Stream": lambda _, **_priority: object(),
     }
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
