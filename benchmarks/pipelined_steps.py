@@ -40,6 +40,7 @@ import baechi
 VOCABULARY: Final = 1_000
 Times: TypeAlias = dict[str, tuple[float, float]]  # by way, seconds and those of the processor
 _M: Final = 8
+_PEER: Final = "Schedule1F1B"
 _ONE: Final = {"cpu:0": "8GiB"}
 _TWO: Final = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
 
@@ -181,7 +182,7 @@ def main(
             stages = [First(plain, blocks), Last(plain, blocks)]
             pipeline = stack.enter_context(Pipeline(stages, ids, targets, criterion, _M))
             check(pipeline.gradients(), plain, stages, ways["loop"])
-            ways[f"Schedule1F1B, {blocks} blocks first"] = pipeline.run
+            ways[f"{_PEER}, {blocks} blocks first"] = pipeline.run
         found = timed(ways, 3 if quick else rounds)
     print_table(console, found, {"step": two, "placed(x)": calls, "one device": one})
     return None
@@ -211,8 +212,9 @@ def print_table(console: Console, found: Times, placed: dict[str, Any]) -> None:
     )
     (reference, reference_work), *_ = found.values()
     for name, (seconds, worked) in found.items():
-        row = [name, "1", f"{seconds * 1e3:.1f}", f"{seconds / reference:.3f}"]
-        row.append(f"{worked / reference_work:.3f}")
+        peer = name.startswith(_PEER)
+        row = [name, "2" if peer else "1", f"{seconds * 1e3:.1f}", f"{seconds / reference:.3f}"]
+        row.append("" if peer else f"{worked / reference_work:.3f}")  # in processes of its own
         if name in placed:
             predicted = predicted_ns(placed[name]) / 1e9
             row[1] = str(len(set(placed[name].placement.devices)))
