@@ -396,11 +396,8 @@ class _Planner:
 
     def _step_ns(self, model: nn.Module, call: Call) -> int:
         """The predicted step of micro-batches like this call, with what their turns take."""
-        n, loss, gradients = (
-            self.microbatches,
-            isinstance(model, ModelWithLoss),
-            torch.is_grad_enabled(),
-        )
+        n, loss = self.microbatches, isinstance(model, ModelWithLoss)
+        gradients = torch.is_grad_enabled()
         with self._planning():
             call, traced = self._traced(model, call, (), gradients=gradients)
             if n > 1:

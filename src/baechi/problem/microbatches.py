@@ -325,10 +325,14 @@ class Turns:
 
     @cached_property
     def _lines(self) -> tuple[Link, ...]:
-        """The order of a device's segments in a batch, as a program keeps it for its sums."""
+        """The order of a device's segments in a batch, as a program keeps it for its sums.
+
+        Those for which none waits, such as gradients of parameters apart, may be later.
+        """
         n, lines = self.graph.n_forward, defaultdict[tuple[int, int], list[int]](list)
-        for at, (home, ops) in enumerate(zip(self.homes, self.segments, strict=True)):
-            lines[home, (ops[0] > n) - (ops[0] < n)].append(at)
+        for at in np.unique(self._one[0].edges()[0]).tolist():
+            op = self.segments[at][0]
+            lines[self.homes[at], (op > n) - (op < n)].append(at)
         return tuple((*pair, 0) for line in lines.values() for pair in pairwise(line))
 
     def capped(self, most: int = 0, *, urgent: bool = False) -> tuple[Unrolled, Problem]:
