@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.random_jobs import poisson_jobs
 
-from baechi.cluster_simulation.contention import TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.jobs import TimeSliced
 from baechi.cluster_simulation.placement_schemes import LeastLoaded
 from baechi.cluster_simulation.policies.policy import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster

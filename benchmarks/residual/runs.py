@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
-from baechi.cluster_simulation.jobs import Grant, Job
+from baechi.cluster_simulation.jobs import Exclusive, Grant, Job, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.placement_schemes import (
     LISTED,
     AsPlaced,

@@ -13,9 +13,8 @@ from benchmarks.residual.statistics import interval
 from benchmarks.residual.workload import fleet_of, jobs_of, kind_of, mean_seconds
 
 from baechi import Op, OpGraph, Tensor
-from baechi.cluster_simulation.contention import TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
-from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.jobs import Job, TimeSliced
 from baechi.cluster_simulation.placement_schemes import FirstFit
 from baechi.cluster_simulation.policies.policy import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster

@@ -13,9 +13,8 @@ from typing import Final, final
 from benchmarks.residual.names import MEMORY_BYTES, MOST_GPUS
 
 from baechi import OpGraph, Placement
-from baechi.cluster_simulation.contention import WHOLE
 from baechi.cluster_simulation.fleet import Fleet, Gpu
-from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.jobs import WHOLE, Job
 from baechi.cluster_simulation.placement_schemes import AMPLE, NEAR
 from baechi.placers.solving import find, solve
 from baechi.problem.problem_arrays import Problem

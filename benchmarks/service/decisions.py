@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import baechi
 from baechi import Constraints, InfeasibleError, Link, OpGraph, Topology
-from baechi.scheduling.claims import Use
+from baechi.scheduling.claims import Use, Wish
 from baechi.scheduling.decision import explore
-from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Site, Snapshot
 
 GRAPHS = Path(__file__).parents[1] / "placement_quality" / "graphs"

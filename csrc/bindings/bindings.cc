@@ -1,7 +1,6 @@
 // The core as a Python module. Arguments are NumPy arrays, results are lists.
-#include "bindings/bindings.h"
-
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -9,19 +8,47 @@
 
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "bounds/bounds.h"
 #include "bounds/surely_held.h"
 #include "clock/core.h"
 #include "coarsening/coarse.h"
 #include "favorites/first_order.h"
-#include "schedulers/backtracking.h"
 #include "search/local_search.h"
 
 using namespace nanobind::literals;
 
 namespace baechi {
 namespace {
+
+namespace nb = nanobind;
+
+// The result of a function that runs without Python's lock.
+template <typename F>
+auto unlocked(F function) {
+  nb::gil_scoped_release released;
+  return function();
+}
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::vector<T> vector_of(const Array<T>& array) {
+  return std::vector<T>(array.data(), array.data() + array.shape(0));
+}
+
+template <typename T>
+using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+// The vector as a NumPy array that owns it.
+template <typename T>
+OutArray<T> array_of(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return {kept->data(), {kept->size()}, owner};
+}
 
 int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
 
@@ -177,6 +204,47 @@ std::tuple<std::vector<double>, double, double, int32_t> shares(
   const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
   Shares found = unlocked([&] { return save_transfers(transfers, tolerance, max_iterations); });
   return {std::move(found.y), found.objective, found.bound, found.iterations};
+}
+
+// Whether Python objects hold what they held, by identity: a look at each, and no comparison.
+bool same_items(PyObject* dict, PyObject* row) {
+  if (PyDict_GET_SIZE(dict) * 2 != PyTuple_GET_SIZE(row)) return false;
+  PyObject **next = PySequence_Fast_ITEMS(row), *key, *value;
+  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
+    if (*next++ != key || *next++ != value) return false;
+  }
+  return true;
+}
+
+bool same_elements(PyObject* list, PyObject* row) {
+  PyObject** first = PySequence_Fast_ITEMS(row);
+  return PyList_GET_SIZE(list) == PyTuple_GET_SIZE(row) &&
+         std::equal(first, first + PyTuple_GET_SIZE(row), PySequence_Fast_ITEMS(list));
+}
+
+bool same_attributes(PyObject* object, PyObject* row) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(row); i += 2) {
+    PyObject* value = PyObject_GetAttr(object, PyTuple_GET_ITEM(row, i));
+    if (value == nullptr) PyErr_Clear();
+    Py_XDECREF(value);  // the row holds the one that it is compared with
+    if (value != PyTuple_GET_ITEM(row, i + 1)) return false;
+  }
+  return true;
+}
+
+// Each row is what a holder held: keys and values of a dict, elements of a list, names and values
+// of another object's attributes, or an equal frozenset of a set.
+bool same_contents(const nb::list& holders, const nb::list& rows) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(holders.ptr()); ++i) {
+    PyObject* holder = PyList_GET_ITEM(holders.ptr(), i);
+    PyObject* row = PyList_GET_ITEM(rows.ptr(), i);
+    const bool same = PyDict_Check(holder)     ? same_items(holder, row)
+                      : PyList_Check(holder)   ? same_elements(holder, row)
+                      : PyAnySet_Check(holder) ? nb::handle(holder).equal(nb::handle(row))
+                                               : same_attributes(holder, row);
+    if (!same) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -339,7 +407,7 @@ NB_MODULE(_core, m) {
       "times"_a, "src"_a, "dst"_a, "length"_a);
   m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
         "max_iterations"_a);
-  bind_identity(m);
+  m.def("same_contents", &same_contents, "holders"_a, "rows"_a);
 }
 
 }  // namespace baechi

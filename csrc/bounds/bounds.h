@@ -4,9 +4,6 @@
 // there, and the transfer time between sites, is at most that on any of the devices.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "clock/core.h"
 
 namespace baechi {

@@ -1,9 +1,6 @@
 // Earliest starts of ops, valid for every placement.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "bounds/bounds.h"
 
 namespace baechi {

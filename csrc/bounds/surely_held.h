@@ -1,9 +1,6 @@
 // Bytes that groups hold besides their persistent bytes in every placement.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "clock/core.h"
 
 namespace baechi {

@@ -1,9 +1,6 @@
 // Coarser views of a problem: its ops in parts, its groups in clusters, some of its devices.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "clock/core.h"
 
 namespace baechi {

@@ -14,11 +14,10 @@
 // 1993). A run that ends before its budget is exhaustive.
 //
 // A node costs O(ops + tensors log tensors + groups * (devices + neighbors)).
-#include "schedulers/backtracking.h"
-
 #include <algorithm>
 #include <utility>
 
+#include "clock/core.h"
 #include "search/random.h"
 
 namespace baechi {

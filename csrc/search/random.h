@@ -2,8 +2,6 @@
 // library is used.
 #pragma once
 
-#include <cstdint>
-
 #include "clock/core.h"
 
 namespace baechi {

@@ -7,10 +7,6 @@
 // undone from a log. Memory is checked only if the time is good enough.
 #pragma once
 
-#include <cstdint>
-#include <utility>
-#include <vector>
-
 #include "clock/core.h"
 
 namespace baechi {

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from seeds import covering
 
 from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, simulate, solve
-from baechi.cluster_simulation.contention import (
+from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, Gpu, Slice
+from baechi.cluster_simulation.jobs import (
     WHOLE,
     WORK,
     Exclusive,
+    Job,
+    JobRun,
     Part,
     SideBySide,
     TimeSliced,
 )
-from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, Gpu, Slice
-from baechi.cluster_simulation.jobs import Job, JobRun
 from baechi.cluster_simulation.placement_schemes import (
     LISTED,
     AsPlaced,

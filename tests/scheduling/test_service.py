@@ -33,12 +33,11 @@ from baechi import (
     Topology,
 )
 from baechi.cli.commands import app as command
-from baechi.scheduling.claims import Claim
+from baechi.scheduling.claims import Claim, Wish
 from baechi.scheduling.client import Client
 from baechi.scheduling.decision import decide
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.messages import Limits, ServiceError, decode, encode
-from baechi.scheduling.request import Wish
 from baechi.scheduling.service import create_app
 from baechi.scheduling.snapshot import Site, Snapshot
 from baechi.scheduling.whatif import whatif

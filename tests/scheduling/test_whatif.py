@@ -23,11 +23,10 @@ from baechi.placers.baselines import SingleDevice
 from baechi.placers.memory_packing import arrangements
 from baechi.placers.solving import find
 from baechi.problem.problem_arrays import Problem
-from baechi.scheduling.claims import Claim, Use
+from baechi.scheduling.claims import Claim, Use, Wish
 from baechi.scheduling.decision import choose, decide, explore
 from baechi.scheduling.device_sets import Demand, candidates
 from baechi.scheduling.ledger import Ledger
-from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Site, Snapshot
 from baechi.scheduling.whatif import Point, whatif
 

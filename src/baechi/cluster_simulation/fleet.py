@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, final
 
-from baechi.cluster_simulation.contention import WHOLE, WORK, Part, Sharing
-from baechi.cluster_simulation.jobs import Grant, Job, JobRun
+from baechi.cluster_simulation.jobs import WHOLE, WORK, Grant, Job, JobRun, Part, Sharing
 from baechi.errors import InputError
 from baechi.validation import check_positive
 

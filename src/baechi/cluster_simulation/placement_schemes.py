@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, final
 
-from baechi.cluster_simulation.contention import WHOLE, WORK, Part
 from baechi.cluster_simulation.fleet import DeviceStates, Gpu
-from baechi.cluster_simulation.jobs import Grant, Job
+from baechi.cluster_simulation.jobs import WHOLE, WORK, Grant, Job, Part
 from baechi.placers.auto import best
 from baechi.placers.list_schedulers import HEFT, METF
 from baechi.placers.solving import find

@@ -12,9 +12,17 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from baechi.cluster_simulation.contention import WHOLE, Exclusive, Sharing
 from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, FreeDevices
-from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun, Refusal
+from baechi.cluster_simulation.jobs import (
+    WHOLE,
+    Events,
+    Exclusive,
+    Grant,
+    Job,
+    JobRun,
+    Refusal,
+    Sharing,
+)
 from baechi.cluster_simulation.placement_schemes import Scheme
 from baechi.cluster_simulation.policies.policy import Offer, Policy, SelectingPolicy
 from baechi.cluster_simulation.results import SimulationResult

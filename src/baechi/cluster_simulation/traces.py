@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
-from baechi.cluster_simulation.contention import WHOLE
-from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.jobs import WHOLE, Job
 from baechi.errors import InputError, reason_of
 from baechi.validation import check_choice
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baechi.scheduling.claims import Claim as Claim
+    from baechi.scheduling.claims import Wish as Wish
     from baechi.scheduling.client import Client as Client
     from baechi.scheduling.decision import decide as decide
     from baechi.scheduling.ledger import Ledger as Ledger
-    from baechi.scheduling.request import Wish as Wish
 
 _HOMES = {
     "Claim": "claims",
     "Client": "client",
     "Ledger": "ledger",
-    "Wish": "request",
+    "Wish": "claims",
     "decide": "decision",
 }
 

@@ -1,16 +1,17 @@
-"""Sharing of devices, and claims of a part of one; in integers, so that they add up exactly.
+"""Wishes and claims of a scheduler, and sharing of devices; in integers, which add up exactly.
 
 docs/embedding.md has the ways of sharing. An instance of NVIDIA's Multi-Instance GPU is a device of
 its own, named `gpu/3g@4`: profile 3g at memory slice 4.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import Device
+from baechi.placers.auto import check_effort
+from baechi.records.cluster import LEVELS, Constraints, Device
 from baechi.units import parse_bytes
-from baechi.validation import check_name, check_positive
+from baechi.validation import check_count, check_is, check_name, check_positive
 
 SHARINGS: Final = ("fractional", "whole", "mig")
 WHOLE_MILLI: Final = 1000
@@ -79,6 +80,43 @@ class Claim:
 def check_share(value: object, device: str) -> int:
     """A share of compute in thousandths, if it is one from 1 to 1000."""
     return check_positive(value, f"share_milli of {device!r}, thousandths of it,", WHOLE_MILLI)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The preferences of a scheduler.
+
+    Attributes:
+        same: `"node"` or `"switch"`: all devices must be of one; `""` is anywhere.
+        slack_milli: A step so many thousandths longer than the shortest that was found is accepted
+            for fewer devices. 0 is the shortest step; `None` the fewest devices, whatever it takes.
+        share_milli: The compute that the job takes of every device, in thousandths; `None` is all
+            that is left of each.
+        effort: `"fast"` list-schedules and packs on a few choices of devices; `"balanced"` tries
+            more of them, solves where nothing fits, and solves with effort fast on those that it
+            returns; `"thorough"` does the same with effort balanced.
+        constraints: As `baechi.solve` takes them, a limit on the number of devices among them.
+
+    Raises:
+        InputError: A level or an effort is unknown, or a number out of range.
+    """
+
+    same: str = ""
+    slack_milli: int | None = 0
+    share_milli: int | None = None
+    effort: str = "fast"
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def __post_init__(self) -> None:
+        if self.same not in ("", *LEVELS):
+            raise InputError(f"same is {self.same!r}; it must be one of {', '.join(LEVELS)} or ''.")
+        if self.slack_milli is not None:
+            object.__setattr__(self, "slack_milli", check_count(self.slack_milli, "slack_milli"))
+        if self.share_milli is not None:
+            object.__setattr__(self, "share_milli", check_share(self.share_milli, "a wish"))
+        check_effort(self.effort)
+        check_is(self.constraints, Constraints, "constraints")
 
 
 class Use(NamedTuple):

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 from baechi.errors import InputError, ReservationError
 from baechi.records.graph import OpGraph
-from baechi.scheduling.claims import Claim
+from baechi.scheduling.claims import Claim, Wish
 from baechi.scheduling.messages import (
     Failure,
     GraphAnswer,
@@ -30,7 +30,6 @@ from baechi.scheduling.messages import (
     decode,
     encode,
 )
-from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
 from baechi.storage.serialization import dumps

@@ -26,9 +26,8 @@ from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
-from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
-from baechi.scheduling.device_sets import Candidate, Demand, candidates, parts
-from baechi.scheduling.request import Wish, resolved
+from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room, Wish
+from baechi.scheduling.device_sets import Candidate, Demand, candidates, parts, resolved
 from baechi.scheduling.snapshot import Snapshot, claims_of
 from baechi.units import format_bytes
 from baechi.validation import check_is

@@ -10,7 +10,7 @@ Complexity: O(levels * devices * log devices + ops + tensors).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, zip_longest
 from typing import Final, final
 
@@ -21,14 +21,17 @@ from baechi.problem.problem_arrays import LIMIT, Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints, Device, Topology
 from baechi.records.graph import OpGraph
-from baechi.scheduling.claims import Room
-from baechi.scheduling.request import Wish
+from baechi.scheduling.claims import PROFILES, Room, Wish
 from baechi.scheduling.snapshot import Site
 
 # Larger sets are only made where smaller ones have too little memory.
 WIDE: Final = 64
 # Sets of one size at one level that are offered.
 _OFFERED: Final = 4
+# What the names of a MIG device's instances end with.
+_INSTANCES: Final = frozenset(
+    f"{name}@{start}" for name, profile in PROFILES.items() for start in profile.starts
+)
 
 
 @final
@@ -93,6 +96,72 @@ def _chain(graph: OpGraph, times: Sequence[int]) -> int:
         start = max((ends[producers[tensor]] for tensor in inputs), default=0)
         ends.append(start + time_ns)
     return max(ends, default=0)
+
+
+def resolved(wish: Wish, graph: OpGraph, site: Site, rooms: Sequence[Room]) -> Wish:
+    """The same wish, with constraints that hold on every set of rooms.
+
+    A MIG device that is excluded or forbidden stands for its instances; a device that is forbidden
+    to an op is forbidden to its group; a margin is that of all devices of its pool.
+
+    Raises:
+        InputError: The constraints name what is no op, group or device; or they pin to a MIG
+            device, or give it a margin, instead of an instance.
+    """
+    limits = wish.constraints
+    for name in sorted({*limits.pins, *limits.forbidden}):
+        if name not in graph.op_index and name not in graph.groups:
+            raise InputError(
+                f"the constraints name {name!r}, but the graph has no op and no group of this name."
+            )
+    cut = {
+        device.name
+        for device, how in zip(site.base.devices, site.sharing, strict=True)
+        if how == "mig"
+    }
+    single = {*limits.pins.values(), *limits.margins}
+    named = {*single, *limits.excluded}.union(*limits.forbidden.values())
+    for name in sorted(named - site.index.keys()):
+        device, _, instance = name.rpartition("/")
+        if device not in cut or instance not in _INSTANCES:
+            raise InputError(f"the constraints name {name!r}, which is no device of the cluster.")
+    for name in sorted(single & cut):
+        raise InputError(
+            f"the constraints pin to {name!r} or give it a margin, but it is cut into MIG "
+            f"instances; name one of them, such as '{name}/3g@0'."
+        )
+
+    def instances(names: Sequence[str]) -> tuple[str, ...]:
+        whole = cut.intersection(names)
+        parts = (room.device.name for room in rooms if site.base.devices[room.place].name in whole)
+        return (*(name for name in names if name not in whole), *(parts if whole else ()))
+
+    banned: dict[str | tuple[str], set[str]] = {}
+    for name, row in limits.forbidden.items():
+        banned.setdefault(_group(graph, name), set()).update(instances(row))
+    margins = dict(limits.margins)
+    for place, pool in enumerate(site.pools if margins else ()):
+        members = [site.base.devices[at].name for at in pool]
+        most = max(limits.margins.get(name, 0) for name in members)
+        if most:
+            margins[site.base.devices[place].name] = most
+    return replace(
+        wish,
+        constraints=Constraints(
+            limits.pins,
+            {name: tuple(banned[_group(graph, name)]) for name in sorted(limits.forbidden)},
+            instances(limits.excluded),
+            limits.max_devices,
+            margins,
+        ),
+    )
+
+
+def _group(graph: OpGraph, name: str) -> str | tuple[str]:
+    """The group that a name of the constraints means; the op's, in a tuple, where it has none."""
+    at = graph.op_index.get(name)
+    group = name if at is None else graph.ops[at].group
+    return (name,) if group is None else group
 
 
 def candidates(

@@ -11,9 +11,8 @@ from typing import Any, Final, TypeVar, final
 
 from baechi.errors import BaechiError, FormatError, InputError
 from baechi.records.cluster import Device, Topology
-from baechi.scheduling.claims import Claim
+from baechi.scheduling.claims import Claim, Wish
 from baechi.scheduling.decision import Decision
-from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Reservation, Snapshot
 from baechi.scheduling.whatif import WhatIf
 from baechi.storage.codec import Refusal, codec

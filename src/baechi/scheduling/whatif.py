@@ -6,8 +6,8 @@ from typing import Final, final
 
 from baechi.errors import InfeasibleError, ReservationError
 from baechi.records.graph import OpGraph
+from baechi.scheduling.claims import Wish
 from baechi.scheduling.decision import Decision, choose, explain, explore
-from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Snapshot
 from baechi.validation import check_count, check_row
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Final
 
 from baechi.cluster_simulation import placement_schemes as schemes
-from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
+from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.policies import policy, tiresias
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.tiresias import LeastAttained

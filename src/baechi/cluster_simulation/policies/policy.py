@@ -15,9 +15,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import ClassVar, Final, final
 
-from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.fleet import FreeDevices
-from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
+from baechi.cluster_simulation.jobs import WORK, Events, Grant, Job, JobRun
 from baechi.validation import check_positive
 
 _LOOKS: Final = 3  # of the next ends

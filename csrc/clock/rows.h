@@ -1,10 +1,12 @@
-// Vectors for data that grows with the graph: in pages of 2 MiB, if the system has them.
+// Rows of values: immutable ones that copies share, and ones in large pages.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #ifdef __linux__
@@ -13,7 +15,32 @@
 
 namespace baechi {
 
-// Small pages are fetched from the system one by one, 4 KiB each, whenever a timeline starts on
+// Copies share the values, which live as long as any of them. Reads like a vector.
+template <typename T>
+class Shared {
+ public:
+  Shared() = default;
+  Shared(std::vector<T>&& values)
+      : kept_(std::make_shared<const std::vector<T>>(std::move(values))),
+        data_(kept_->data()),
+        size_(kept_->size()) {}
+
+  const T* data() const { return data_; }
+  const T* begin() const { return data_; }
+  const T* end() const { return data_ + size_; }
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  const T& operator[](std::size_t at) const { return data_[at]; }
+  std::vector<T> copy() const { return {begin(), end()}; }
+
+ private:
+  std::shared_ptr<const std::vector<T>> kept_;
+  const T* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// Data that grows with the graph is in pages of 2 MiB, if the system has them. Small pages are
+// fetched from the system one by one, 4 KiB each, whenever a timeline starts on
 // fresh memory: on graphs of 10^5 ops that took half as long as the clock itself.
 template <typename T>
 struct LargePages {
