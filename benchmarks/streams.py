@@ -5,19 +5,17 @@
 A GPT of 6 layers, 256 wide, requests of 4 sequences of 64 tokens, without gradients, on logical CPU
 devices of one thread each, placed with `objective="throughput"`. References, in turns with it in
 one process: the same placed model one call at a time; the unsplit model in one thread. A figure is
-a ratio of medians; processor time is the process's. Every output is compared bit for bit.
+a ratio of medians; processor time is the process's. Before, all outputs are compared bit for bit.
 """
 
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated, Final
 
 import torch
 import typer
 from benchmarks.environment import environment
-from benchmarks.pipelined_steps import GPT, VOCABULARY
+from benchmarks.pipelined_steps import GPT, VOCABULARY, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,7 +27,7 @@ _TWO: Final = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds of all ways.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Rounds of all ways.")] = 5,
     quick: Annotated[bool, typer.Option(help="Few rounds.")] = False,
 ) -> None:
     """Print the table."""
@@ -49,20 +47,11 @@ def main(
     }
     for n in (1, 2, 3, 4):
         ways[f"in flight {n}"] = lambda n=n: list(placed.stream(requests, in_flight=n))
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     with torch.no_grad():
         expected = [plain(x) for x in requests]
-        for _ in range(3 if quick else rounds):
-            for name, run in ways.items():
-                began, worked = time.perf_counter(), time.process_time()
-                found = run()
-                ended = time.perf_counter() - began, time.process_time() - worked
-                samples[name].append(ended)
-                assert all(map(torch.equal, found, expected)), name
-    medians = {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)]
-        for name, rows in samples.items()
-    }
+        for name, run in ways.items():
+            assert all(map(torch.equal, run(), expected)), name
+        medians = timed(ways, 1 if quick else rounds)
     table = Table("", "requests/s", "of one at a time", "of unsplit", "its processor time")
     one, whole = medians["one at a time"], medians["unsplit, one thread"]
     for name, (seconds, worked) in medians.items():

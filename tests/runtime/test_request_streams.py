@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.errors import ExecutionError, InputError
+from baechi.runtime.admission import request_bytes
 from baechi.runtime.derived_class import placed_state
 
 
@@ -168,8 +169,11 @@ def test_memory_for_all_that_are_in_flight_is_there_or_the_error_says_for_how_ma
 ) -> None:
     placed = place_on(traced, 2, "round-robin", training=training, threads_per_device=1)
     alone = place_on(traced, 2, "round-robin", training=False, threads_per_device=1)
-    rooms, peaks = placed._current._rows_of_memory(None), alone.schedule.peak_bytes
-    weights = [row[0] for row in alone._current._rows_of_memory(None)]
+    rooms, peaks = (
+        request_bytes(placed.graph, placed.cluster, placed.placement),
+        alone.schedule.peak_bytes,
+    )
+    weights = [row[0] for row in request_bytes(alone.graph, alone.cluster, alone.placement)]
     assert [kept + own for kept, (_, own) in zip(weights, rooms, strict=True)] == list(peaks)
     cluster = cpus(2, max(kept + 3 * own for kept, own in rooms))
     placement = placed.placement

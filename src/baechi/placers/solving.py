@@ -92,7 +92,7 @@ def solve(
         )
     count = check_positive(microbatches, "microbatches")
     check_choice(objective, OBJECTIVES, "objective")
-    steady = objective == OBJECTIVES[1]
+    steady = objective == "throughput"
     if steady and count > 1:
         raise InputError("objective='throughput' does not go with microbatches=, of one step.")
     placer = placer_of(placer)

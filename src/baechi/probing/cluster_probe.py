@@ -107,9 +107,8 @@ def survey(devices: Devices = None, *, anew: bool = False) -> Survey:
         place.type == "cuda" and (not isinstance(device, Device) or device.host != "")
         for (device, _), place in zip(wanted, places, strict=True)
     ]
-    links, fits = _links(
-        names, places, hosted, anew=anew
-    )  # first, since it leaves cuBLAS workspaces
+    # First, since it leaves cuBLAS workspaces, which are not free memory.
+    links, fits = _links(names, places, hosted, anew=anew)
     rows = []
     for (device, capacity), place in zip(wanted, places, strict=True):
         if isinstance(device, Device):

@@ -12,7 +12,6 @@ from torch import fx
 from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
-from baechi.problem.simulation import simulate
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
@@ -20,7 +19,7 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
-from baechi.runtime.admission import Admission
+from baechi.runtime.admission import Admission, request_bytes
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
@@ -467,30 +466,18 @@ class Executable:
             return
         values = None if self.family is None else self.family.joined(call)
         if values not in self._rooms:
-            self._rooms[values] = self._rows_of_memory(values)
-        rows = zip(self.cluster.devices, self._rooms[values], strict=True)
-        most = min((row.memory_bytes - kept) // max(own, 1) for row, (kept, own) in rows)
+            graph = self.graph
+            if self.admission is not None and values is not None:
+                graph = self.admission.graph_at(values)
+            rows = request_bytes(graph, self.cluster, self.placement)
+            self._rooms[values] = [(kept, own * self.batches) for kept, own in rows]
+        rooms = zip(self.cluster.devices, self._rooms[values], strict=True)
+        most = min((row.memory_bytes - kept) // max(own, 1) for row, (kept, own) in rooms)
         if most < in_flight:
             raise InputError(
                 f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
                 f"in_flight={max(most, 1)}, or smaller requests."
             )
-
-    def _rows_of_memory(self, values: tuple[int, ...] | None) -> list[tuple[int, int]]:
-        """Of each device the bytes that stay, and those that a call takes beside them."""
-        graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
-        if self.admission is not None and values is not None:
-            graph = self.admission.graph_at(values)
-        homes, memories = self.placement.devices, cluster.memories
-        kept = [0] * len(memories)
-        for op, device in zip(graph.ops, homes, strict=True):
-            kept[memories[device]] += op.persistent_bytes
-        one = _forward_of(graph)
-        n = len(one.ops)
-        order = tuple(op for op in self.placement.order if op < n)
-        peaks = simulate(one, cluster, Placement(one.digest, homes[:n], order)).peak_bytes
-        rows = zip(memories, peaks, strict=True)
-        return [(kept[memory], peak * self.batches) for memory, peak in rows]
 
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""
@@ -538,20 +525,6 @@ class Executable:
             else:
                 values.append(results[self._numbers[node]])
         return values
-
-
-def _forward_of(graph: OpGraph) -> OpGraph:
-    """The forward of a step as it runs without gradients, and without state."""
-    n = graph.n_forward
-    rows = ((row, tuple(op for op in row.consumers if op < n)) for row in graph.tensors)
-    tensors = tuple(
-        replace(row, consumers=inner, kept=row.kept or n in row.consumers)
-        for row, inner in rows
-        if row.producer < n and (inner or row.kept or n in row.consumers or not graph.is_training)
-    )
-    ops = tuple(replace(op, persistent_bytes=0, late_bytes=0) for op in graph.ops[:n])
-    times = {kind: row[:n] for kind, row in graph.times.items()}
-    return OpGraph(ops, tensors, times)
 
 
 def _writers(module: TracedModule) -> frozenset[int]:

@@ -209,30 +209,38 @@ class CudaExecutor:
         """
         step = steps[0]
         run: _StepRun = step.own
-        rows = self._program.phases[phase]
-        position = [0] * len(rows.lanes)
+        lanes = run.own if whole is None else [None] * len(run.own)
         streams = [
-            own if own is not None and whole is None else run.callers.get(self._place(lane))
-            for lane, own in enumerate(run.own)
+            run.callers.get(self._place(lane)) if own is None else own
+            for lane, own in enumerate(lanes)
         ]
-        with self._fenced(run, (*filter(None, run.own), *self._out.values()) if not whole else ()):
+        others = [*filter(None, lanes), *self._out.values()] if whole is None else []
+        with self._fenced(run, others):
             # Inputs of several micro-batches come one after another, which takes less memory.
             ahead = phase == 0 and len(steps) == 1
             pinned = self._fetch(step, run, streams) if ahead else ()
-            for arrival in run.arrivals.values() if whole is not None else ():
-                torch.cuda.current_stream(self._gpus[0]).wait_event(arrival)
-            if whole is not None:
+            if whole is None:
+                self._launch_each(steps, phase, streams)
+            else:
+                for arrival in run.arrivals.values():
+                    torch.cuda.current_stream(self._gpus[0]).wait_event(arrival)
                 (whole.backward if phase else whole.forward)(step)
-            for lane in rows.launch if whole is None else ():
-                self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
-                event = run.events.get((phase, lane, position[lane]))
-                if event is not None:
-                    event.record(streams[lane])
-                position[lane] += 1
             step.fetched.clear()
             # What came from pinned memory is over by now: it began first, and the caller may write.
             for event in (*pinned, *(lane.record_event() for lane in self._landing)):
                 event.synchronize()
+
+    def _launch_each(self, steps: Sequence[Step], phase: int, streams: Streams) -> None:
+        """The instructions of a phase, in the program's order."""
+        run: _StepRun = steps[0].own
+        rows = self._program.phases[phase]
+        position = [0] * len(rows.lanes)
+        for lane in rows.launch:
+            self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
+            event = run.events.get((phase, lane, position[lane]))
+            if event is not None:
+                event.record(streams[lane])
+            position[lane] += 1
 
     def _together(self, step: Step, phase: int) -> None:
         """Launch a phase to be captured; or eagerly, where that fails."""
@@ -309,9 +317,8 @@ class CudaExecutor:
         for code in self.bound.tapes:
             for index in code.inputs:
                 tensor, reader = step.inputs[index], streams[code.device]
-                if reader is None or tensor.device == code.place:
-                    continue
-                if tensor.layout is not torch.strided:
+                is_here = tensor.device == code.place
+                if reader is None or is_here or tensor.layout is not torch.strided:
                     continue
                 with torch.cuda.stream(reader):
                     room = torch.empty_like(tensor, device=code.place, requires_grad=False)
