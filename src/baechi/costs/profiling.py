@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 
-from baechi.costs.example_inputs import value_remark
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
@@ -274,7 +273,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
-        remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
+        remarks = filter(None, (cost.remark, uncertain))
         known = asdict(cost) | {
             "backward_ns": max(backward_ns, held[index].least_ns),
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
@@ -282,7 +281,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             "output_bytes": traced.made_bytes[index],
             "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
             "backward_launch_ns": launch_ns,
-            "remark": "; ".join(filter(None, remarks)),
+            "remark": "; ".join(remarks),
         }
         del known["passes"]
         rows.append(OpCost(**known))
