@@ -59,7 +59,7 @@ def profile(
         traced: From `trace`, in this process.
         device: A torch device; a logical name such as `"cpu:1"` is read as its torch device.
         threads: CPU threads per operator; `None` takes torch's own number.
-        progress: Show a bar with what is being measured, and say how much is uncertain.
+        progress: Show a bar, and say how much is uncertain.
         cache: Where measured costs are kept for the next time: `True` is a file in the user's
             cache directory, a path is a file of your own, and `False` keeps nothing.
 
@@ -105,7 +105,7 @@ def _measured(
 
     def measure(key: str, before: Measured | None) -> Measured:
         bench.check_settings()
-        _, job = jobs[key]
+        job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
         if store is not None:
@@ -113,7 +113,7 @@ def _measured(
         return cost
 
     def tracked(keys: list[str], number: int) -> Iterator[str]:
-        return _tracked(keys, f"profile, pass {number + 1}", jobs, progress)
+        return _tracked(keys, f"profile, pass {number + 1}", progress)
 
     try:
         measure_all(jobs, costs, measure, tracked)
@@ -138,41 +138,25 @@ def _measured(
     return costs
 
 
-def _jobs(traced: Traced) -> dict[str, tuple[str, int | Addition]]:
-    """Distinct operators, then additions, by key, each with a name for people."""
-    jobs: dict[str, tuple[str, int | Addition]] = {}
+def _jobs(traced: Traced) -> dict[str, int | Addition]:
+    """Distinct operators, then additions, by key."""
+    jobs: dict[str, int | Addition] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
-            jobs.setdefault(op.key, (op.name, index))
-    for row in _additions(traced):
-        for addition in row:
-            name = f"adding up gradients of {addition.nbytes} bytes"
-            jobs.setdefault(addition.key, (name, addition))
-    return jobs
+            jobs.setdefault(op.key, index)
+    return jobs | {addition.key: addition for row in _additions(traced) for addition in row}
 
 
-def _tracked(
-    keys: list[str], title: str, jobs: dict[str, tuple[str, int | Addition]], progress: bool
-) -> Iterator[str]:
-    """The keys, with a progress bar that names each and says how many are left."""
+def _tracked(keys: list[str], title: str, progress: bool) -> Iterator[str]:
+    """The keys, with a progress bar on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import track
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]} left: {task.fields[op]}"),
-    )
     console = Console(stderr=True)
-    hidden = not progress or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=len(keys), op="", left=len(keys))
-        for done, key in enumerate(keys):
-            bar.update(task, op=jobs[key][0], left=len(keys) - done)
-            yield key
-            bar.advance(task)
+    if not progress or not console.is_terminal:
+        return iter(keys)
+    return iter(track(keys, title, console=console, transient=True))
 
 
 def measure_all(
