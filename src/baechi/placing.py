@@ -233,7 +233,8 @@ def place(
     state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(state.root, state.cut(model, call)[0])
+        with state.lock:
+            state.special(state.root, state.cut(model, call)[0])
     return installed(state)
 
 
