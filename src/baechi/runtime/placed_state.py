@@ -53,6 +53,7 @@ from baechi.torch_support.torch_internals import (
     plain_call,
     unhooked,
 )
+from baechi.tracing.batch_dimension import OwnLossError
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside, look
 from baechi.tracing.pytrees import tensors_in
 
@@ -358,6 +359,16 @@ class PlacedState:
             calls = self.cut(entry.module, step_call(entry.module, args, kwargs, targets))
             rows = self.microbatches.weights(weights)
             return train(self.special(entry, calls[0]), calls, rows, self.meter)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for an example: a call, or a step where it returns its own loss and is to be cut."""
+        try:
+            call = canonical_call(self.model, args, kwargs)
+            self.special(self.root, self.cut(self.model, call)[0])
+        except OwnLossError:
+            entry = self._step_entry(None)
+            call = step_call(entry.module, args, kwargs, None)
+            self.special(entry, self.cut(entry.module, call)[0])
 
     def cut(self, module: nn.Module, call: Call) -> list[Call]:
         """The calls of the micro-batches; where their number is to be chosen, the first one is."""
