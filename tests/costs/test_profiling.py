@@ -212,6 +212,24 @@ def test_what_is_uncertain_is_said_each_time_and_measured_once(
     assert "5 of 5 distinct operators vary" in capsys.readouterr().err
 
 
+def test_what_was_measured_beside_another_process_is_said_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = counted(monkeypatch)
+    model, x = residual()
+    traced = baechi.trace(model, (x,))
+    with monkeypatch.context() as shared:
+        shared.setattr(Bench, "is_shared", lambda _: True)
+        profile = baechi.profile(traced, threads=1, cache=tmp_path / "a")
+    rows = zip(traced.ops, profile.costs, strict=True)
+    assert all(("another process" in c.remark) == (c.forward_ns > 0) for _, c in rows)
+    assert "5 of 5 distinct operators were measured beside" in capsys.readouterr().err
+    profile = baechi.profile(traced, threads=1, cache=tmp_path / "a")
+    assert len(measured) == 20
+    assert not any("another process" in cost.remark for cost in profile.costs)
+    assert "beside another process" not in capsys.readouterr().err
+
+
 def test_sizes_are_of_the_first_pass() -> None:
     model, x = residual()
     traced = baechi.trace(model, (x,))

@@ -40,6 +40,7 @@ _PASSES: Final = 2
 # take longer, since a disturbance may be longer than all of their passes.
 _MORE_SHARE: Final = 0.5
 _MORE_NS: Final = 300_000_000
+_SHARED: Final = "another process used the GPU meanwhile"  # a remark
 _UNCERTAIN: Final = (
     f"uncertain: its times vary by more than {_TOLERANCE:.0%}, or something else held it up"
 )
@@ -108,7 +109,9 @@ def _measured(
         job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
-        if store is not None:
+        if _SHARED not in cost.remark and bench.is_shared():
+            cost = replace(cost, remark="; ".join(filter(None, (cost.remark, _SHARED))))
+        if store is not None and _SHARED not in cost.remark:
             store.keep(key, bench.conditions, cost)
         return cost
 
@@ -121,20 +124,19 @@ def _measured(
         kept = "nothing is kept" if store is None else f"they are kept in {store.path}"
         sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")
         raise
-    apart = sum(NO_GRAPH in cost.remark for cost in costs.values())
-    if apart and progress:
-        sys.stderr.write(
-            f"baechi: {apart} of {len(jobs)} distinct operators could not be repeated as CUDA "
-            "graphs, so launches may be in their times; their remarks say why.\n"
-        )
-    uncertain = sum(not is_settled(cost) for cost in costs.values())
-    if uncertain and progress:
-        again = "profile again" if store is None else "clear the cache and profile again"
-        sys.stderr.write(
-            f"baechi: {uncertain} of {len(jobs)} distinct operators vary by more than "
-            f"{_TOLERANCE:.0%} or were held up. Does other work run on this machine? If so, let it "
-            f"end; {again}.\n"
-        )
+    again = "profile again" if store is None else "clear the cache and profile again"
+    remarks = [cost.remark for cost in costs.values()]
+    said = {
+        "could not be repeated as CUDA graphs, so launches may be in their times; their remarks "
+        "say why": sum(NO_GRAPH in remark for remark in remarks),
+        "were measured beside another process on the GPU, and their costs are not kept. Let it "
+        "end; profile again": sum(_SHARED in remark for remark in remarks),
+        f"vary by more than {_TOLERANCE:.0%} or were held up. Does other work run on this machine? "
+        f"If so, let it end; {again}": sum(not is_settled(cost) for cost in costs.values()),
+    }
+    for text, count in said.items() if progress else ():
+        if count:
+            sys.stderr.write(f"baechi: {count} of {len(jobs)} distinct operators {text}.\n")
     return costs
 
 

@@ -66,6 +66,11 @@ _RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 @final
+class OwnLossError(InputError):
+    """A model returns its own loss, of which each micro-batch has one; a step adds them up."""
+
+
+@final
 @dataclass(frozen=True)
 class BatchDimensions:
     """The batch dimension of what a model returns, in the order of its flat outputs.
@@ -91,6 +96,7 @@ def batch_dimensions(
         say: Is told what is done.
 
     Raises:
+        OwnLossError: A call of the model returns its own loss.
         InputError: An operator mixes samples, forward writes into an argument, an output has no
             batch dimension, or the model runs other operators for twice the batch.
     """
@@ -285,7 +291,7 @@ class _Rows:
         if leaf in self._tainted:
             origin = self._tainted[leaf]
             if not shape:
-                raise InputError(
+                raise OwnLossError(
                     f"{op_and_line(leaf)}: the model returns a number made of all samples, such as "
                     "its own loss, and the numbers of micro-batches are not one. Train with "
                     "placed.step(...), which has a loss for each; or call it without labels."

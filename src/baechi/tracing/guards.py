@@ -50,7 +50,7 @@ class Autocast:
     def current() -> "Autocast":
         """The state of this thread."""
         on = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        return Autocast(tuple((kind, torch.get_autocast_dtype(kind)) for kind in on))
+        return Autocast(tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on]))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
