@@ -228,7 +228,7 @@ def _gives_what_it_gets(cast: fx.Node) -> bool:
     if any(value not in (None, False, torch.preserve_format) for value in asked):
         return False
     (before,) = cast.all_input_nodes
-    values = [node.meta.get("val") for node in (before, cast)]
+    values: list[Any] = [node.meta.get("val") for node in (before, cast)]
     if not all(isinstance(value, torch.Tensor) for value in values):
         return False
     return len({(value.dtype, value.device, value.layout) for value in values}) == 1
