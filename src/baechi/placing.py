@@ -57,8 +57,8 @@ from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
-from baechi.tracing.batch_dimension import batch_dimensions
-from baechi.tracing.calling_convention import Call, beside, canonical_call, own_objects
+from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
+from baechi.tracing.calling_convention import Call, beside, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
@@ -145,8 +145,9 @@ def place(
         convert_weights: Whether weights are converted to the dtypes that the model has.
         microbatches: Number of micro-batches into which every call is cut, so that devices work on
             several at once (docs/pipelining.md). `"auto"`: that with the shortest predicted step,
-            of divisors of the first call's batch; each is traced and costed. `verify`, `guard`,
-            `compile`, `cuda_graphs` and `dynamic` do nothing then, or are refused.
+            of divisors of the first call's batch; each is traced and costed. Where the example
+            returns its own loss, `step` is planned for it. `verify`, `guard`, `compile`,
+            `cuda_graphs` and `dynamic` do nothing then, or are refused.
         batch: Their dimension in the arguments that have one, by name, such as `{"x": 1}`; by
             default the first one of all tensors that are as long as the first.
         objective: `"throughput"` places an inference for `stream`, as in `solve`, without `guard`.
@@ -232,8 +233,9 @@ def place(
         )
     state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
-        call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(state.root, state.cut(model, call)[0])
+        with state.lock:
+            args = () if example_args is None else tuple(example_args)
+            state.plan(args, dict(example_kwargs or {}))
     return installed(state)
 
 
@@ -376,21 +378,26 @@ class _Planner:
         """What plans for the number of micro-batches with the shortest predicted step.
 
         The smaller of two that are alike. If there is a plan for none, the whole batch's error.
+
+        Raises:
+            OwnLossError: The call returns its own loss.
         """
         steps: dict[int, int] = {}
         failures: dict[int, BaechiError] = {}
-        for n in cutting.choices(call):
+        for n in reversed(cutting.choices(call)):
             some, planner = replace(cutting, n=n), replace(self, microbatches=n)
             try:
                 steps[n] = planner._step_ns(model, some.split(call)[0])
+            except OwnLossError:
+                raise
             except BaechiError as error:
                 failures[n] = error
         if not steps:
             raise failures[1]
-        n = min(steps, key=steps.__getitem__)
-        rows = ", ".join(f"{m}: {format_ns(step_ns)}" for m, step_ns in steps.items())
+        n = min(sorted(steps), key=steps.__getitem__)
+        rows = ", ".join(f"{m}: {format_ns(steps[m])}" for m in sorted(steps))
         choice = f"microbatches='auto' chose {n}, by predicted steps ({rows})."
-        choice += "".join(f" Not {m}: {error}" for m, error in list(failures.items())[:1])
+        choice += "".join(f" Not {m}: {error}" for m, error in list(failures.items())[-1:])
         self.say(choice)
         return replace(self, microbatches=n, choice=choice), replace(cutting, n=n)
 

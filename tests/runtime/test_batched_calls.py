@@ -222,6 +222,29 @@ def test_a_model_with_its_own_loss_and_a_tied_head_trains_by_steps() -> None:
     assert len(set(placed.placement.devices)) == 2
 
 
+@pytest.mark.parametrize("n", [2, "auto"])
+def test_an_example_with_its_own_loss_plans_a_step(n: int | str) -> None:
+    class Scored(Chain):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            y = super().forward(x)
+            return {"loss": square(y, labels), "logits": y}
+
+    plain, kwargs = Scored(8), {"x": torch.randn(6, 8), "labels": torch.randn(6, 8)}
+    placed = lazily(copy.deepcopy(plain), microbatches=n, placer="auto", example_kwargs=kwargs)
+    planned = placed.placement
+    number = baechi.runtime.derived_class.placed_state(placed).microbatches.n
+    with one_thread():
+        found = placed.step(**kwargs)
+        for i in range(number):
+            part = {name: value.chunk(number)[i] for name, value in kwargs.items()}
+            (plain(**part)["loss"] / number).backward()
+    assert placed.placement is planned
+    assert differing(left_by(placed, found), left_by(plain, found)) == []
+    if number > 1:
+        with pytest.raises(InputError, match=r"its own loss.*placed\.step"):
+            placed(**kwargs)
+
+
 def test_a_call_gives_the_caller_what_the_model_would() -> None:
     """Gradients of the batch, nested outputs, and no graph where none is wanted."""
 

@@ -66,6 +66,11 @@ _RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 @final
+class OwnLossError(InputError):
+    """A model returns its own loss, of which each micro-batch has one; a step adds them up."""
+
+
+@final
 @dataclass(frozen=True)
 class BatchDimensions:
     """The batch dimension of what a model returns, in the order of its flat outputs.
@@ -91,6 +96,7 @@ def batch_dimensions(
         say: Is told what is done.
 
     Raises:
+        OwnLossError: A call of the model returns its own loss.
         InputError: An operator mixes samples, forward writes into an argument, an output has no
             batch dimension, or the model runs other operators for twice the batch.
     """
@@ -172,7 +178,7 @@ class _Rows:
 
     def _visit(self, node: fx.Node) -> None:
         """Follow what a node does to the samples."""
-        given = [argument for argument in node.all_input_nodes if self._batched(argument)]
+        given = [arg for arg in node.all_input_nodes if set(self._dims[arg]) - {None}]
         origins = [self._tainted[arg] for arg in node.all_input_nodes if arg in self._tainted]
         if operator_name(node) in _SHAPES:
             return
@@ -187,9 +193,6 @@ class _Rows:
                 self._refuse(origins[0], f"and {op_and_line(node)} reads that for every sample")
         elif given and dims and all(dim is None for dim in dims) and not self._is_item(node):
             self._tainted[node] = node
-
-    def _batched(self, node: fx.Node) -> bool:
-        return any(dim is not None for dim in self._dims[node])
 
     def _is_item(self, node: fx.Node) -> bool:
         """True if it is one of several values, and not `x[...]` of a tensor."""
@@ -288,7 +291,7 @@ class _Rows:
         if leaf in self._tainted:
             origin = self._tainted[leaf]
             if not shape:
-                raise InputError(
+                raise OwnLossError(
                     f"{op_and_line(leaf)}: the model returns a number made of all samples, such as "
                     "its own loss, and the numbers of micro-batches are not one. Train with "
                     "placed.step(...), which has a loss for each; or call it without labels."
