@@ -143,7 +143,12 @@ def test_every_step_is_there_with_all_that_it_imports(module: str) -> None:
 
 
 NOT_HERE = {f"benchmarks.gpu_check.{name}" for name in ("machine", "tests")}
-FIGURES = sorted({step.module for step in STEPS} - NOT_HERE)
+# They import what takes seconds of a process: torch's tests, Dynamo, transformers.
+HEAVY = {f"benchmarks.gpu_check.{name}" for name in ("captures", "compiled", "ecosystem")}
+FIGURES = [
+    pytest.param(module, marks=pytest.mark.slow) if module in HEAVY else module
+    for module in sorted({step.module for step in STEPS} - NOT_HERE)
+]
 
 
 @pytest.mark.parametrize("module", FIGURES)
