@@ -1,12 +1,14 @@
 """From `place` to the first result of a model of 24 layers, on two logical CPU devices.
 
-    python3 -m benchmarks.first_result [--model gpt2] [--layers 12] [--beside SRC]
+    python3 -m benchmarks.first_result [--model gpt2] [--layers 12] [--split] [--beside SRC]
 
 Claim: a training step of a decoder has its loss 4 s after `place` began, where costs are known:
 those of operators are computed, and what is measured of the machine and of this model's steps is in
 the store. The first row is with an empty store. Each row is a process of its own, which has
-imported torch and transformers before. Seconds of the wall and of processors (both of a figure's
-own process), and where they go. `--beside` runs the same in turns with another checkout's `src`.
+imported torch and transformers before, and has bytecode, as an installed package has. Seconds of
+the wall and of processors (both of a figure's own process), and where they go. `--split` keeps the
+split that is predicted to be faster where a hand-over takes 15 us. `--beside` runs the same in
+turns with another checkout's `src`.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from typing import Any
 STAGES = ("probe", "trace", "estimate", "solve_with_held", "executable", "compare")
 
 
-def child(name: str, layers: int) -> None:
+def child(name: str, layers: int, *, split: bool) -> None:
     """Place and call in this process, and print what it took."""
     import torch
     from benchmarks import shapes
@@ -51,9 +53,13 @@ def child(name: str, layers: int) -> None:
     for stage in STAGES:
         owner = ladder if stage == "trace" else placing
         setattr(owner, stage, timed(stage, getattr(owner, stage)))
+    devices: Any = shapes.DEVICES
+    if split:
+        rows = [baechi.Device(device, memory, kind="cpu") for device, memory in devices.items()]
+        devices = baechi.Cluster.connected(rows, baechi.Link(2_000, 10**15, 15_000))
     wall, busy = time.perf_counter(), time.process_time()
     placed = baechi.place(
-        model, shapes.DEVICES, costs="estimate", progress=False, example_kwargs=given
+        model, devices, costs="estimate", progress=False, example_kwargs=given, guard=not split
     )
     placed(**given)
     wall, busy = time.perf_counter() - wall, time.process_time() - busy
@@ -62,14 +68,14 @@ def child(name: str, layers: int) -> None:
     print(json.dumps({**found, "plan": hashlib.sha256(plan.encode()).hexdigest()[:12]}))
 
 
-def row(source: str, store: str, model: str, layers: int) -> dict[str, Any]:
+def row(source: str, store: str, *options: str) -> dict[str, Any]:
     """The figures of a process."""
     root = Path(__file__).parent.parent
     paths = os.pathsep.join([source, str(root)])
     own = {"PYTHONPATH": paths, "XDG_CACHE_HOME": store, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.first_result", "--model", model]
+    own |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{store}/bytecode"}
     done = subprocess.run(
-        [*command, "--layers", str(layers), "--child"],
+        [sys.executable, "-m", "benchmarks.first_result", *options, "--child"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -85,21 +91,24 @@ def main() -> None:
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--split", action="store_true")
     parser.add_argument("--beside", help="another checkout's src")
     parser.add_argument("--child", action="store_true")
     options = parser.parse_args()
     if options.child:
-        child(options.model, options.layers)
+        child(options.model, options.layers, split=options.split)
         return
     own = str(Path(__file__).parent.parent / "src")
     sources = [options.beside, own] if options.beside else [own]
+    given = ["--model", options.model, "--layers", str(options.layers)]
+    given += ["--split"] if options.split else []
     columns = ("wall", "processors", *STAGES, "plan")
     print(" " * 16, *(f"{column:>15}" for column in columns))
     with tempfile.TemporaryDirectory() as folder:
         for count in range(options.rounds + 1):
             for number, source in enumerate(sources):
                 store = f"{folder}/{number}"
-                found = row(source, store, options.model, options.layers)
+                found = row(source, store, *given)
                 cells = (found[column] for column in columns)
                 texts = (c if isinstance(c, str) else f"{c:.2f}" for c in cells)
                 which = "beside" if options.beside and not number else "here"

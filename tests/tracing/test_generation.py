@@ -75,6 +75,26 @@ def test_a_growing_cache_is_one_family(ids: torch.Tensor) -> None:
     module.unplace()
 
 
+@pytest.mark.slow
+def test_assisted_decoding_has_three_families(ids: torch.Tensor) -> None:
+    """Of the prompt, of tokens to check and of single ones; and a plan for the first check."""
+    model, assistant = model_of("llama"), model_of("gpt2")
+    unsplit = copy.deepcopy(model)
+    module = split(model, max_shapes=4)
+    options = {"do_sample": False, "assistant_model": assistant}
+    for n in (24, 30, 24):
+        options["max_new_tokens"] = n
+        expected = unsplit.generate(ids[:1], **options)
+        assert torch.equal(module.generate(ids[:1], **options), expected)
+        kinds = {
+            tuple(min(tensor.shape[1], 2) for tensor in special.module.call.tensors)
+            for special in module._specializations
+        }
+        assert len(kinds) <= 3
+        assert len(module._specializations) <= 4
+    module.unplace()
+
+
 @pytest.mark.parametrize(
     ("length", "training"),
     [(4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 5, 6, 7, 9))],
