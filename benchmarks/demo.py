@@ -1,8 +1,10 @@
-"""`baechi demo`: two real models that fit no single device are split, trained and compared.
+"""`baechi demo`: real models that fit no single device are split, trained and compared.
 
 Every placer places the same graph on logical CPU devices whose memory is too small for the whole,
 and the model trains on them: predicted step and peaks stand beside measured ones. All results are
 compared with the unsplit model's, from the same weights and data, with the threads of one device.
+
+Then GPT-2 trains in micro-batches, which keep two devices at work, beside the loop over them.
 """
 
 import importlib.util
@@ -24,17 +26,17 @@ from baechi.cli.console import show as draw
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
-from baechi.records.placement import Schedule
+from baechi.records.placement import Placement, Schedule
 from baechi.reporting import Plan, error_text, write_html, write_trace
 from baechi.reporting.figures import require_plotly
 from baechi.units import format_bytes, format_ns
 
 PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
 STEPS: Final = 5
-LOSSES: Final = tuple(f"loss {step + 1}" for step in range(STEPS))
 COSTS: Final = "Step, peak memory of each device, and bytes moved"
 FALLBACK: Final = "{} alone found none that fits; this is {}'s."
 RESULTS: Final = "The same training: equality with the unsplit model, losses"
+BATCHES: Final = "A step of {} micro-batches: {} devices beside the loop on one"
 Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -49,22 +51,39 @@ class Job(NamedTuple):
     learning_rate: float
     devices: int
     share: float = 0.7
+    microbatches: int = 1
+    steps: int = STEPS
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The titles of the columns of losses."""
+        return tuple(f"loss {step + 1}" for step in range(self.steps))
 
 
 def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
-    """The two models of the demo; small ones of the same make if `quick`."""
+    """The models of the demo; small ones of the same make if `quick`."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"the demo needs {package}: pip install {package}")
     title = "GPT-2, 2 layers, 64 wide" if quick else "GPT-2 small, 12 layers, 768 wide"
-    gpt2, inception = partial(_gpt2, quick=quick), partial(_inception, 96 if quick else 299)
+    inception = partial(_inception, 96 if quick else 299)
+    rows = partial(_gpt2, quick=quick), lambda output: output.loss, "adamw", 3e-4
+    alone = Job("gpt2", title, *rows, devices=3)
     return (
-        Job("gpt2", title, gpt2, lambda output: output.loss, "adamw", 3e-4, devices=3),
+        alone,
         Job("inception", "Inception-v3", inception, _cross_entropy, "momentum", 1e-3, devices=2),
+        alone._replace(
+            name="gpt2-microbatches",
+            title=f"{title}, in 4 micro-batches",
+            build=partial(_gpt2, 8, quick=quick),
+            devices=2,
+            microbatches=4,
+            steps=3,
+        ),
     )
 
 
-def _gpt2(*, quick: bool) -> Example:
+def _gpt2(sequences: int = 2, *, quick: bool) -> Example:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -73,7 +92,7 @@ def _gpt2(*, quick: bool) -> Example:
         settings |= {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
         settings |= {"bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(**settings, use_cache=False)
-    ids = torch.randint(0, config.vocab_size, (2, 64))
+    ids = torch.randint(0, config.vocab_size, (sequences, 64))
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # else transformers warns that it guesses this
     return model, (ids,), {"labels": ids}
@@ -95,7 +114,7 @@ def _cross_entropy(logits: Any) -> Any:
 
 
 def run(out: Path, *, quick: bool = False) -> None:
-    """Shows both models and writes their reports into `out`."""
+    """Shows the models and writes their reports into `out`."""
     jobs = demo_jobs(quick=quick)
     require_plotly()
     try:
@@ -104,7 +123,7 @@ def run(out: Path, *, quick: bool = False) -> None:
         raise InputError(f"cannot make folder {out}: {error.strerror}.") from error
     started = time.perf_counter()
     for job in jobs:
-        show(job, out)
+        (show if job.microbatches == 1 else show_microbatches)(job, out)
     draw(Rule())
     say(f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
     for job in jobs:
@@ -119,19 +138,14 @@ def run(out: Path, *, quick: bool = False) -> None:
 
 def show(job: Job, out: Path) -> None:
     """Places, runs, trains and reports one model; raises where the results differ."""
-    import torch
-
     from baechi.torch_support.torch_devices import torch_threads
 
-    draw(Rule(f"[bold]{job.title}"))
-    torch.manual_seed(0)
-    model, args, kwargs = job.build()
-    threads = max(1, torch.get_num_threads() // job.devices)
+    model, args, kwargs, threads = _begin(job)
     with Console().status("tracing"):
         traced = baechi.trace(model.train(), args, kwargs)
     graph, alone, cluster = _problem(job, traced, threads)
     costs = _table(COSTS, "placer", "", "step", *(d.name for d in cluster.devices), "moved")
-    results = _table(RESULTS, "placer", "placed in", "equal", *LOSSES)
+    results = _table(RESULTS, "placer", "placed in", "equal", *job.losses)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     # By placement, since placers may find the same.
     known: dict[object, tuple[str, Schedule, Training, bool]] = {}
@@ -177,11 +191,78 @@ def show(job: Job, out: Path) -> None:
     draw(results)
     for remark in remarks:
         say(remark)
-    _write(job, out, traced, (graph, cluster, placement, schedule), training.measured)
+    _write(job, out, Plan(graph, cluster, placement, schedule, traced, found), placement)
     if wrong:
         raise ExecutionError(
             f"{job.title} placed by {', '.join(wrong)} does not equal the unsplit model."
         )
+
+
+def show_microbatches(job: Job, out: Path) -> None:
+    """Steps of micro-batches over devices, beside the loop over them unsplit; raises as `show`."""
+    from baechi.torch_support.torch_devices import torch_threads
+
+    model, args, kwargs, threads = _begin(job)
+    first, named = _cut(job, args, kwargs)[0]
+    with Console().status("tracing"):
+        traced = baechi.trace(model.train(), first, named)
+    graph, alone, cluster = _problem(job, traced, threads)
+    names = [device.name for device in cluster.devices]
+    costs = _table(BATCHES.format(job.microbatches, job.devices), "", "", "step", *names, "moved")
+    results = _table(RESULTS, "", "equal", *job.losses)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with Console().status("training, unsplit") as status, torch_threads(threads):
+        reference = _train(job, model, args, kwargs)
+        _add(costs, "loop", (job.microbatches * alone.makespan_ns,), (reference.step_ns,))
+        costs.add_row("one device", "refused")
+        results.add_row("loop", "", *reference.losses)
+        status.update("training, in micro-batches")
+        model.load_state_dict(start)
+        placed = baechi.place(
+            *(model, cluster),
+            optimizer=job.optimizer,
+            threads_per_device=threads,
+            microbatches=job.microbatches,
+            progress=False,
+        )
+        training = _train(job, placed, args, kwargs)
+        graph, schedule, found = placed.graph, placed.schedule, training.measured
+        plan = Plan(graph, cluster, placed.placement, schedule, placed.traced, found)
+        _add(
+            costs,
+            "step",
+            (schedule.makespan_ns, *schedule.peak_bytes, plan.moved_bytes),
+            (found.step_ns, *found.peak_bytes, found.moved_bytes),
+        )
+        equal, is_close = _compare(training.values, reference.values)
+        results.add_row("step", equal, *training.losses)
+    draw(costs)
+    draw(results)
+    ratio = found.step_ns / reference.step_ns
+    say(f"Measured, a step takes {ratio:.2f} of the loop's time.")
+    _write(job, out, plan, placed.placement)
+    if not is_close:
+        raise ExecutionError(f"{job.title} does not equal the loop over the unsplit model.")
+
+
+def _begin(job: Job) -> tuple[Any, tuple[Any, ...], dict[str, Any], int]:
+    """The model, arguments of its whole batch, and the threads of a device."""
+    import torch
+
+    draw(Rule(f"[bold]{job.title}"))
+    torch.manual_seed(0)
+    return *job.build(), max(1, torch.get_num_threads() // job.devices)
+
+
+def _cut(
+    job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of every micro-batch."""
+    rows = [value.chunk(job.microbatches) for value in (*args, *kwargs.values())]
+    return [
+        (row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True)))
+        for row in zip(*rows, strict=True)
+    ]
 
 
 def _problem(job: Job, traced: Any, threads: int) -> tuple[OpGraph, Schedule, Cluster]:
@@ -198,7 +279,7 @@ def _problem(job: Job, traced: Any, threads: int) -> tuple[OpGraph, Schedule, Cl
     have = f"{names} have {limit} each."
     say(f"Training it with {job.optimizer} needs {needed} on one device; {have}")
     try:
-        baechi.solve(graph, cluster, placer="single")
+        baechi.solve(graph, cluster, placer="single", microbatches=job.microbatches)
     except InfeasibleError as error:
         say(f"One device: {error}", style="yellow")
     return graph, alone, cluster
@@ -214,7 +295,7 @@ class Training(NamedTuple):
 
 
 def _train(job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Training:
-    """Five steps from the model's present weights; a placed model's steps are then measured."""
+    """Steps from the model's present weights; a placed model's are measured afterwards."""
     import torch
 
     if job.optimizer == "momentum":
@@ -223,12 +304,10 @@ def _train(job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     losses, times = [], []
     values: dict[str, Any] = {}
-    for _ in range(STEPS):
+    for _ in range(job.steps):
         optimizer.zero_grad()
         before = time.perf_counter_ns()
-        output = model(*args, **kwargs)
-        loss = job.loss(output)
-        loss.backward()
+        output, loss = _step(job, model, args, kwargs)
         times.append(time.perf_counter_ns() - before)
         losses.append(f"{loss.item():.4f}")
         if not values:
@@ -241,8 +320,23 @@ def _train(job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         del output, loss
         optimizer.step()
     optimizer.zero_grad()
-    measured = model.measure(STEPS, optimizer=optimizer) if hasattr(model, "measure") else None
+    measured = model.measure(job.steps, optimizer=optimizer) if hasattr(model, "measure") else None
     return Training(losses, values, int(statistics.median(times)), measured)
+
+
+def _step(job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward and backward of the batch, or of its micro-batches: the output and the loss."""
+    if job.microbatches > 1 and hasattr(model, "step"):
+        loss = model.step(*args, **kwargs)
+        return {"loss": loss}, loss
+    parts = []
+    for some, named in _cut(job, args, kwargs):
+        output = model(*some, **named)
+        loss = job.loss(output) / job.microbatches
+        loss.backward()
+        parts.append(loss)
+    loss = sum(parts[1:], parts[0])
+    return ({"loss": loss} if len(parts) > 1 else output), loss
 
 
 def _compare(placed: dict[str, Any], reference: dict[str, Any]) -> tuple[str, bool]:
@@ -267,15 +361,13 @@ def _add(table: Table, name: str, predicted: Sequence[int], measured: Sequence[i
     table.add_row("", "error", *map(error_text, predicted, measured))
 
 
-def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: Any) -> None:
+def _write(job: Job, out: Path, plan: Plan, placement: Placement) -> None:
     """The page, the trace and the files of one placement."""
-    path, title = str(out / job.name), f"{job.title} on {job.devices} devices"
-    graph, cluster, placement, schedule = plan
-    report = Plan(graph, cluster, placement, schedule, traced, measured)
-    write_html(f"{path}.html", report, title=title)
-    write_trace(f"{path}.trace.json", report)
-    for kind, value in zip(("graph", "cluster", "placement"), plan, strict=False):
-        baechi.dump(value, f"{path}.{kind}.json")
+    path = str(out / job.name)
+    write_html(f"{path}.html", plan, title=f"{job.title} on {job.devices} devices")
+    write_trace(f"{path}.trace.json", plan)
+    for value in (plan.one.graph, plan.cluster, placement):
+        baechi.dump(value, f"{path}.{type(value).__name__.removeprefix('Op').lower()}.json")
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import demo
-from benchmarks.demo import Job, demo_jobs, run, show
+from benchmarks.demo import Job, demo_jobs, run, show, show_microbatches
 from seeds import some
 from typer.testing import CliRunner
 
@@ -29,6 +29,11 @@ class Branches(torch.nn.Module):
 
     def forward(self, x):
         return self.left(x) + self.right(x)
+
+
+class Loss(Branches):
+    def forward(self, x):
+        return super().forward(x).square().mean()
 
 
 def build():
@@ -96,6 +101,30 @@ def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, capsys):
 
 
 @drawn
+def test_microbatches_stand_beside_the_loop_with_the_same_bits(tmp_path, capsys):
+    job = JOB._replace(
+        name="cut", loss=lambda loss: loss, build=lambda: (Loss(), (torch.randn(8, 32),), {})
+    )
+    show_microbatches(job._replace(microbatches=4, steps=3), tmp_path)
+    flat = " ".join(capsys.readouterr().out.split())
+    assert "A step of 4 micro-batches: 2 devices beside the loop on one" in flat
+    assert "step bitwise" in flat
+    assert "of the loop's time" in flat
+    placement = baechi.load(tmp_path / "cut.placement.json")
+    assert placement.microbatches == 4
+    assert baechi.load(tmp_path / "cut.graph.json").digest == placement.graph_digest
+    assert "4 micro-batches" in (tmp_path / "cut.html").read_text()
+
+
+@drawn
+def test_other_gradients_than_the_loop_s_are_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "_compare", lambda *_: ("off", False))
+    job = JOB._replace(loss=lambda loss: loss, build=lambda: (Loss(), (torch.randn(8, 32),), {}))
+    with pytest.raises(ExecutionError, match="does not equal the loop"):
+        show_microbatches(job._replace(microbatches=2, steps=1), tmp_path)
+
+
+@drawn
 def test_a_wrong_result_is_an_error(tmp_path, capsys, monkeypatch):
     real, calls = demo._train, []
 
@@ -143,7 +172,7 @@ def test_the_demo_is_found_in_a_checkout(tmp_path, monkeypatch):
 
 def test_the_models_are_those_that_the_demo_names():
     pytest.importorskip("transformers")
-    gpt2, inception = demo_jobs()
+    gpt2, inception, cut = demo_jobs()
     with torch.device("meta"):
         model, _, kwargs = gpt2.build()
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
@@ -152,6 +181,9 @@ def test_the_models_are_those_that_the_demo_names():
         model, (image,), _ = inception.build()
     assert sum(p.numel() for p in model.parameters()) == 23_834_568
     assert image.shape == (2, 3, 299, 299)
+    with torch.device("meta"):
+        _, (ids,), _ = cut.build()
+    assert (ids.shape, cut.microbatches) == ((8, 64), 4)
 
 
 @pytest.mark.slow
@@ -160,4 +192,5 @@ def test_the_quick_demo_runs(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "Done in" in text
     assert "…" not in text
-    assert {"gpt2.html", "inception.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    pages = {"gpt2.html", "inception.html", "gpt2-microbatches.html"}
+    assert pages <= {path.name for path in (tmp_path / "out").iterdir()}

@@ -20,6 +20,7 @@ from baechi import (
     simulate,
     solve,
 )
+from baechi.placers import turn_orders
 from baechi.placers.turn_orders import ordered_turns
 from baechi.problem.simulation import overflows, period_ns
 from baechi.storage.serialization import dumps, loads
@@ -216,3 +217,25 @@ def test_shared_ports_and_hosts_have_loads_of_their_own():
         replace(there_and_back, graph_digest=slow.digest),
     )
     assert period_ns(slow, some, placement, simulate(slow, some, placement)) == 750
+
+
+def test_of_many_microbatches_few_order_the_candidates(monkeypatch):
+    calls = []
+
+    def noted(turns, effort, in_flight=0):
+        calls.append((turns.microbatches, effort))
+        return known(turns, effort, in_flight)
+
+    known = turn_orders.shortest_order
+    monkeypatch.setattr(turn_orders, "shortest_order", noted)
+    graph, cluster = layers(6), cluster_of([10**12] * 2, LINK)
+    placement = solve(graph, cluster, microbatches=32)
+    assert {many for many, _ in calls} == {8, 32}
+    assert sum(many == 32 for many, _ in calls) <= 2
+    # Its own turns are taken: nothing is searched for again.
+    calls.clear()
+    rhythm = ordered_turns(graph, cluster, placement, 32)
+    assert not calls
+    assert (rhythm.turns, rhythm.step_ns) == (placement.turns, placement.stats["makespan_ns"])
+    fast = solve(graph, cluster, microbatches=32, effort="fast")
+    assert fast.stats["makespan_ns"] == simulate(graph, cluster, fast).makespan_ns

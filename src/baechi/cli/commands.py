@@ -364,8 +364,9 @@ def demo(
 ) -> None:
     """Split two real models that fit no single device, train them, compare with the prediction.
 
-    A GPT-2 and an Inception-v3 with random weights, on logical CPU devices. Takes up to three
-    minutes and some 6 GB of memory. Needs torch, transformers, plotly, and a checkout of Baechi.
+    A GPT-2 and an Inception-v3 with random weights, on logical CPU devices; then the GPT-2 in
+    micro-batches. Takes up to four minutes and some 6 GB of memory. Needs torch, transformers,
+    plotly, and a checkout of Baechi.
 
     For example:
 

@@ -23,7 +23,9 @@ best for one where the path is short, so candidates come from both ends:
 - `_interleaved`: list schedules and `auto` on the copies of a graph of blocks, few enough for them.
   They find interleavings, in which a device has several stages.
 
-Each gets its best order of turns, and the shortest step of all copies wins. Among
+Each gets its best order of turns, and the shortest step of all copies wins. Of many micro-batches
+the first few are ordered, each one more is taken to need the busiest device's time once, and those
+that look best are ordered with all. Among
 steps within a hundredth of it the one with the fewest turns does: what a turn costs besides its
 operators is not on the clock.
 
@@ -103,7 +105,8 @@ def ordered_turns(
 ) -> Rhythm:
     """The shortest order found of the turns of a placed graph, of those that fit the memory.
 
-    If none fits, the one that exceeds it least; `peak_bytes` says by how much.
+    If none fits, the one that exceeds it least; `peak_bytes` says by how much. The order that the
+    placement has is taken where it is of these turns, and no number in flight is asked for.
 
     Args:
         graph: The graph of one micro-batch.
@@ -126,7 +129,12 @@ def ordered_turns(
     replay(problem, placement.devices, placement.order)  # which checks it
     rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
-    order, timeline = shortest_order(turns, effort, in_flight)
+    known = placement.microbatches == microbatches and not joined and not in_flight
+    if known and placement.turns and rows == segments_of(graph, placement):
+        order: Order = tuple((at, batch) for at, batch in placement.turns)
+        timeline = _clocked(turns, order)
+    else:
+        order, timeline = shortest_order(turns, effort, in_flight)
     peaks = timeline.peaks()
     return Rhythm(
         rows,
@@ -147,14 +155,20 @@ def shortest_order(turns: Turns, effort: str, in_flight: int = 0) -> tuple[Order
     for number, order in enumerate((*(order for _, order in rated), one_by_one)):
         if number >= _SIMULATED[effort] and best is not None and best[0] == 0:
             break
-        copies, problem = turns.ops
-        timeline = problem.timeline()
-        timeline.fold(*launches(copies, turns.placement.devices, turns.segments, order))
+        timeline = _clocked(turns, order)
         over = sum(max(0, p - m) for p, m in zip(timeline.peaks(), memory, strict=True))
         if best is None or (over, timeline.makespan()) < best[:2]:
             best = over, timeline.makespan(), order, timeline
     assert best is not None
     return best[2:]
+
+
+def _clocked(turns: Turns, order: Order) -> _core.Timeline:
+    """The timeline of all copies in this order."""
+    copies, problem = turns.ops
+    timeline = problem.timeline()
+    timeline.fold(*launches(copies, turns.placement.devices, turns.segments, order))
+    return timeline
 
 
 def _schedules(turns: Turns, effort: str, in_flight: int) -> list[tuple[int, Order]]:
@@ -213,6 +227,8 @@ _STAGES: Final = 8
 _SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
 # Candidates that get the best order that the effort finds; the others get that of a fast solve.
 _ORDERED: Final = {"fast": 0, "balanced": 2, "thorough": 12}
+# Micro-batches with which candidates are compared; each one more takes them a period.
+_RATED: Final = 8
 # A step so much longer, as a part, is as good if it has fewer turns.
 _ALIKE: Final = 100
 
@@ -242,21 +258,26 @@ class Pipelines:
         steps: dict[str, int | float | str] = {}
         rated: list[tuple[int, str, Turns, Order]] = []
 
-        def rate(label: str, turns: Turns, effort: str) -> None:
+        def rate(label: str, turns: Turns, effort: str, more_ns: int = 0) -> None:
             order, timeline = shortest_order(turns, effort)
             if fits_memory(self.problem, timeline):
-                steps[label] = timeline.makespan()
-                rated.append((timeline.makespan(), label, turns, order))
+                steps[label] = timeline.makespan() + more_ns
+                rated.append((timeline.makespan() + more_ns, label, turns, order))
             else:
                 steps.setdefault(label, "does not fit")
 
+        few = min(self.microbatches, _RATED)
         for label, placement in self._candidates(ones, isinstance(placer, Auto)):
             segments = segments_of(self.graph, placement)
-            turns = Turns(self.graph, self.problem, placement, segments, self.microbatches)
-            rate(label, turns, "fast")
+            turns = Turns(self.graph, self.problem, placement, segments, few)
+            later = self.microbatches - few
+            rate(label, turns, "fast", later * self._period_ns(placement) if later else 0)
         rated.sort(key=lambda row: row[0])
-        for _, label, turns, _ in rated[: _ORDERED[self.effort]]:
-            rate(label, turns, self.effort)
+        best, all_of = rated[: _ORDERED[self.effort]], self.microbatches
+        if few < all_of:
+            best, rated = best or rated[:1], []
+        for _, label, turns, _ in best:
+            rate(label, replace(turns, microbatches=all_of), self.effort)
         if not rated:
             return None
         most_ns = min(step_ns for step_ns, *_ in rated) * (_ALIKE + 1) // _ALIKE
@@ -273,13 +294,17 @@ class Pipelines:
         """
         rows = []
         for label, placement in self._candidates(ones, isinstance(placer, Auto)):
-            schedule = simulate(self.graph, self.problem.cluster, placement)
-            period = period_ns(self.graph, self.problem.cluster, placement, schedule)
-            rows.append((period, schedule.makespan_ns, label, placement))
+            latency_ns = simulate(self.graph, self.problem.cluster, placement).makespan_ns
+            rows.append((self._period_ns(placement), latency_ns, label, placement))
         period, latency_ns, chosen, best = min(rows, key=lambda row: row[:2])
         stats: dict[str, int | float | str] = {label: found for found, _, label, _ in rows}
         stats |= {"period_ns": period, "latency_ns": latency_ns, "chosen": chosen}
         return replace(best, placer=placer.name, stats=FrozenDict(stats))
+
+    def _period_ns(self, placement: Placement) -> int:
+        """The largest load of a device or port by one micro-batch."""
+        schedule = simulate(self.graph, self.problem.cluster, placement)
+        return period_ns(self.graph, self.problem.cluster, placement, schedule)
 
     def _candidates(
         self, ones: Sequence[Placement], others: bool
@@ -328,7 +353,7 @@ class Pipelines:
 
     def _interleaved(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
         """What list schedulers and `auto` find for copies of graphs of blocks."""
-        copies = min(self.microbatches, _MOST_COPIES)
+        copies = min(self.microbatches, 2 * len(self.problem.cluster.devices), _MOST_COPIES)
         fast: tuple[Placer, ...] = (HEFT(),)
         for size in _COPIES[self.effort]:
             coarse = _coarse(self.graph, self.problem, size // (2 * copies))
