@@ -94,9 +94,12 @@ def _trainer() -> Mapping[str, Any]:
     def script(folder: str, model: Any) -> list[torch.Tensor]:
         options: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 2}
         quiet: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        arguments = TrainingArguments(folder, logging_steps=1, **options, **quiet)
+        if arguments.n_gpu > 1:  # of which Trainer gives the unsplit model copies
+            arguments._n_gpu = 1
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(folder, logging_steps=1, **options, **quiet),
+            args=arguments,
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],
         )
         trainer.train()

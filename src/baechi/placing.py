@@ -233,7 +233,9 @@ def place(
         )
     state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
-        state.plan(() if example_args is None else tuple(example_args), dict(example_kwargs or {}))
+        with state.lock:
+            args = () if example_args is None else tuple(example_args)
+            state.plan(args, dict(example_kwargs or {}))
     return installed(state)
 
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from fake_cuda import shared_with
 from torch import nn
 
 import baechi
@@ -98,6 +99,14 @@ def test_nothing_is_measured_where_every_launch_is_waited_for(monkeypatch) -> No
             baechi.profile(traced, DEVICE, cache=False, progress=False)
         monkeypatch.setenv(name, "0")
     assert baechi.profile(traced, DEVICE, cache=False, progress=False).costs[-1].forward_ns >= 0
+
+
+def test_another_process_on_the_gpu_is_noted_and_its_share_not_kept(monkeypatch, tmp_path) -> None:
+    traced = baechi.trace(nn.Tanh().to(DEVICE), (torch.ones(8, device=DEVICE),))
+    for processes, noted in ((2, True), (1, False)):
+        shared_with(monkeypatch, processes)
+        profile = baechi.profile(traced, DEVICE, cache=tmp_path / "costs", progress=False)
+        assert ("another process used the GPU" in profile.costs[-1].remark) == noted
 
 
 def test_a_profile_has_times_and_the_allocators_workspace() -> None:

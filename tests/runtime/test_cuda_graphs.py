@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 from baechi.runtime.autograd.binding import bind
+from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.tracing.pytrees import tensors_in
@@ -132,7 +133,9 @@ def test_lanes_that_are_no_common_graph_are_graphs_of_their_own(fails: int) -> N
         for one, two in zip(*rows, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
         if number == WARM_UP + 1:
-            assert graphs.remarks[0].startswith("its lanes are no common CUDA graph: it could not")
+            what = ("it", "a backward of it")[fails - 1]
+            apart = f"its lanes are no common CUDA graph: {what} could not be captured: "
+            assert graphs.remarks[0].startswith(apart)
     assert len(ranks) > 3
 
 
@@ -541,9 +544,35 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(failing: int) -> None:
         rows = zip((reference, placed), losses, strict=True)
         assert_same(*(gradients(module, loss) for module, loss in rows))
     assert failing < next(count)
-    assert list(filter(None, graphs.reasons)) == [
-        "it could not be captured: not permitted when stream is capturing"
-    ]
+    (reason,) = filter(None, graphs.reasons)
+    assert reason.endswith("it could not be captured: not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(("n_devices", "fails"), [(1, 2), (1, 3), (2, 3)])
+def test_a_backward_that_cannot_be_captured_leaves_all_else_replayed(
+    n_devices: int, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward, and the backward for other gradients; lanes remain one graph."""
+    reference, placed, _ = two_heads(n_devices=n_devices)
+    count, eager = itertools.count(1), []
+    usual = TapeCode.forward
+
+    def forward(code: TapeCode, step: Any) -> None:
+        eager.append(code.index)
+        usual(code, step)
+
+    monkeypatch.setattr(TapeCode, "forward", forward)
+    graphs = replaying(placed, lambda: next(count) == fails, whole=n_devices > 1)
+    x = torch.randn(4, 8)
+    for heads in [(0, 1)] * (WARM_UP + 1) + [(0,)] * 4 + [(0, 1)]:
+        outputs = [module(x) for module in (reference, placed)]
+        losses = [sum(row[head].square().sum() for head in heads) for row in outputs]
+        assert_same(*map(gradients, (reference, placed), losses))
+    assert len(eager) == (WARM_UP + 1) * len(graphs.reasons)
+    assert next(count) == 4  # the forward, and once each of both backwards
+    (remark,) = graphs.remarks
+    wrong = "a backward of it could not be captured: not permitted when stream is capturing"
+    assert remark.endswith(wrong)
 
 
 def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:

@@ -89,6 +89,35 @@ def pair() -> Iterator[tuple[Any, nn.Module]]:
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (2, 4), (3, 31)])
+class Shifted(nn.Module):
+    """A loss of tokens and of those that follow, which a caller cuts from one tensor."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head, self.writes = nn.Embedding(32, 8), nn.Linear(8, 32), writes
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.writes:
+            ids += 1
+        logits = self.head(self.embed(ids))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_arguments_may_be_parts_of_one_tensor(writes: bool) -> None:
+    torch.manual_seed(0)
+    plain = Shifted(writes)
+    placed = lazily(copy.deepcopy(plain), costs="estimate")
+    for length in (5, 8, 11, 20):
+        mine, own = ids_of(3, length) % 16, ids_of(3, length) % 16
+        found = step(placed, mine[:, :-1], mine[:, 1:])
+        wanted = step(plain, own[:, :-1], own[:, 1:])
+        assert all(map(torch.equal, [*found, mine], [*wanted, own]))
+    plans = [*baechi.runtime.derived_class.placed_state(placed).root.specializations]
+    assert len(plans) == (4 if writes else 1), placed.remarks
+
+
 def test_any_further_shape_has_the_bits_of_the_unsplit_model(pair: Any, shape: Any) -> None:
     module, unsplit = pair
     for _ in range(2):

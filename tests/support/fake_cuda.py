@@ -11,11 +11,13 @@ on a GPU only now and then:
 """
 
 import contextlib
+import ctypes
 import itertools
 import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,3 +206,30 @@ def driver_too_old(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def shared_with(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """The driver's management library tells of so many processes, this one included."""
+
+    def find(name: bytes, handle: Any) -> int:
+        handle._obj.value = 1
+        return 0 if re.fullmatch(rb"GPU-[0-9a-f-]{36}", name) else 6  # NVML_ERROR_NOT_FOUND
+
+    def count(handle: Any, number: Any, rows: None) -> int:
+        assert handle.value == 1
+        assert rows is None
+        number._obj.value = processes
+        return 7  # NVML_ERROR_INSUFFICIENT_SIZE
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlShutdown=lambda: 0,
+        nvmlDeviceGetHandleByUUID=find,
+        nvmlDeviceGetComputeRunningProcesses_v3=count,
+    )
+    usual = ctypes.CDLL
+
+    def load(name: Any, *args: Any, **options: Any) -> Any:
+        return library if name == "libnvidia-ml.so.1" else usual(name, *args, **options)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)

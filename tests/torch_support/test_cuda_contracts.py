@@ -1,5 +1,6 @@
 """What the runtime relies on in torch's CUDA: one small test for each contract."""
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -216,7 +217,8 @@ def test_fake_attention_has_the_real_ones_strides(dtype: torch.dtype, width: int
 @ON_A_GPU
 def test_cublas_keeps_one_workspace_for_each_thread_and_stream() -> None:
     x, bias = torch.randn(256, 256, device=PLACE), torch.randn(256, device=PLACE)
-    room_bytes = blas_bytes(torch.cuda.get_device_capability(PLACE)[0], "")
+    setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    room_bytes = blas_bytes(torch.cuda.get_device_capability(PLACE)[0], setting)
     stream = torch.cuda.Stream()
 
     def grown(run: Callable[[], object]) -> int:

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 
-from baechi.costs.example_inputs import value_remark
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
@@ -41,6 +40,7 @@ _PASSES: Final = 2
 # take longer, since a disturbance may be longer than all of their passes.
 _MORE_SHARE: Final = 0.5
 _MORE_NS: Final = 300_000_000
+_SHARED: Final = "another process used the GPU meanwhile"  # a remark
 _UNCERTAIN: Final = (
     f"uncertain: its times vary by more than {_TOLERANCE:.0%}, or something else held it up"
 )
@@ -60,7 +60,7 @@ def profile(
         traced: From `trace`, in this process.
         device: A torch device; a logical name such as `"cpu:1"` is read as its torch device.
         threads: CPU threads per operator; `None` takes torch's own number.
-        progress: Show a bar with what is being measured, and say how much is uncertain.
+        progress: Show a bar, and say how much is uncertain.
         cache: Where measured costs are kept for the next time: `True` is a file in the user's
             cache directory, a path is a file of your own, and `False` keeps nothing.
 
@@ -106,15 +106,17 @@ def _measured(
 
     def measure(key: str, before: Measured | None) -> Measured:
         bench.check_settings()
-        _, job = jobs[key]
+        job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
-        if store is not None:
+        if _SHARED not in cost.remark and bench.is_shared():
+            cost = replace(cost, remark="; ".join(filter(None, (cost.remark, _SHARED))))
+        if store is not None and _SHARED not in cost.remark:
             store.keep(key, bench.conditions, cost)
         return cost
 
     def tracked(keys: list[str], number: int) -> Iterator[str]:
-        return _tracked(keys, f"profile, pass {number + 1}", jobs, progress)
+        return _tracked(keys, f"profile, pass {number + 1}", progress)
 
     try:
         measure_all(jobs, costs, measure, tracked)
@@ -122,58 +124,41 @@ def _measured(
         kept = "nothing is kept" if store is None else f"they are kept in {store.path}"
         sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")
         raise
-    apart = sum(NO_GRAPH in cost.remark for cost in costs.values())
-    if apart and progress:
-        sys.stderr.write(
-            f"baechi: {apart} of {len(jobs)} distinct operators could not be repeated as CUDA "
-            "graphs, so launches may be in their times; their remarks say why.\n"
-        )
-    uncertain = sum(not is_settled(cost) for cost in costs.values())
-    if uncertain and progress:
-        again = "profile again" if store is None else "clear the cache and profile again"
-        sys.stderr.write(
-            f"baechi: {uncertain} of {len(jobs)} distinct operators vary by more than "
-            f"{_TOLERANCE:.0%} or were held up. Does other work run on this machine? If so, let it "
-            f"end; {again}.\n"
-        )
+    again = "profile again" if store is None else "clear the cache and profile again"
+    remarks = [cost.remark for cost in costs.values()]
+    said = {
+        "could not be repeated as CUDA graphs, so launches may be in their times; their remarks "
+        "say why": sum(NO_GRAPH in remark for remark in remarks),
+        "were measured beside another process on the GPU, and their costs are not kept. Let it "
+        "end; profile again": sum(_SHARED in remark for remark in remarks),
+        f"vary by more than {_TOLERANCE:.0%} or were held up. Does other work run on this machine? "
+        f"If so, let it end; {again}": sum(not is_settled(cost) for cost in costs.values()),
+    }
+    for text, count in said.items() if progress else ():
+        if count:
+            sys.stderr.write(f"baechi: {count} of {len(jobs)} distinct operators {text}.\n")
     return costs
 
 
-def _jobs(traced: Traced) -> dict[str, tuple[str, int | Addition]]:
-    """Distinct operators, then additions, by key, each with a name for people."""
-    jobs: dict[str, tuple[str, int | Addition]] = {}
+def _jobs(traced: Traced) -> dict[str, int | Addition]:
+    """Distinct operators, then additions, by key."""
+    jobs: dict[str, int | Addition] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
-            jobs.setdefault(op.key, (op.name, index))
-    for row in _additions(traced):
-        for addition in row:
-            name = f"adding up gradients of {addition.nbytes} bytes"
-            jobs.setdefault(addition.key, (name, addition))
-    return jobs
+            jobs.setdefault(op.key, index)
+    return jobs | {addition.key: addition for row in _additions(traced) for addition in row}
 
 
-def _tracked(
-    keys: list[str], title: str, jobs: dict[str, tuple[str, int | Addition]], progress: bool
-) -> Iterator[str]:
-    """The keys, with a progress bar that names each and says how many are left."""
+def _tracked(keys: list[str], title: str, progress: bool) -> Iterator[str]:
+    """The keys, with a progress bar on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import track
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]} left: {task.fields[op]}"),
-    )
     console = Console(stderr=True)
-    hidden = not progress or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=len(keys), op="", left=len(keys))
-        for done, key in enumerate(keys):
-            bar.update(task, op=jobs[key][0], left=len(keys) - done)
-            yield key
-            bar.advance(task)
+    if not progress or not console.is_terminal:
+        return iter(keys)
+    return iter(track(keys, title, console=console, transient=True))
 
 
 def measure_all(
@@ -274,7 +259,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
-        remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
+        remarks = filter(None, (cost.remark, uncertain))
         known = asdict(cost) | {
             "backward_ns": max(backward_ns, held[index].least_ns),
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
@@ -282,7 +267,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             "output_bytes": traced.made_bytes[index],
             "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
             "backward_launch_ns": launch_ns,
-            "remark": "; ".join(filter(None, remarks)),
+            "remark": "; ".join(remarks),
         }
         del known["passes"]
         rows.append(OpCost(**known))

@@ -272,8 +272,8 @@ class PlacedState:
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
-        glance = self._glance(args, kwargs) if entry is self.root else None
-        special = self._glances.get(glance)
+        glances = self._glances if entry is self.root else {}
+        special = glances.get(self._glance(args, kwargs)) if glances else None
         if special is None or special.settled_at != self._moves or self.meter is not None:
             with self.lock:
                 try:
@@ -306,7 +306,7 @@ class PlacedState:
                 home = special.unsplit_on
                 if not home or self.meter or any(tensor.device != home for tensor in call.tensors):
                     return special(call, self.meter)
-                if glance is not None:
+                if entry is self.root and (glance := self._glance(args, kwargs)) is not None:
                     if len(self._glances) >= _MOST_GLANCES:
                         self._glances.clear()
                     self._glances[glance] = special
@@ -320,7 +320,7 @@ class PlacedState:
 
     def drain(self) -> None:
         """Wait for calls that are under way."""
-        for call in tuple(self.underway) if self.underway else ():
+        for call in tuple(self.underway) if self._streaming else ():
             call.wait()
             self.underway.discard(call)
 
@@ -392,19 +392,21 @@ class PlacedState:
         return self.steps[key]
 
     def special(self, entry: Entry, call: Call) -> Executable:
-        """The specialization for a call, made where there is none yet, with weights in place."""
-        with self.lock:
-            special = entry.specializations.find(call)
-            if special is None or special.settled_at != self._moves:
-                if special is None or not special.is_settled:
-                    self.drain()
-                    special = special or self._make(entry, call)
-                    self.cover()
-                    special.settle()
-                    self._moves += 1
-                special.renew(self._moves)
-            self.latest = special
-            return special
+        """The specialization for a call, made where there is none yet, with weights in place.
+
+        The caller has the lock.
+        """
+        special = entry.specializations.find(call)
+        if special is None or special.settled_at != self._moves:
+            if special is None or not special.is_settled:
+                self.drain()
+                special = special or self._make(entry, call)
+                self.cover()
+                special.settle()
+                self._moves += 1
+            special.renew(self._moves)
+        self.latest = special
+        return special
 
     def _make(self, entry: Entry, call: Call) -> Executable:
         if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):

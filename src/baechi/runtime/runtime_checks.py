@@ -127,11 +127,13 @@ class SharingGuard:
 
     def allows(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if identical arguments still are, and written memory is not newly shared."""
+        if not (self._one or self._apart):
+            return True
         if any(tensors[i] is not tensors[j] for i, j in self._one):
             return False
         memory = [
             t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None
-            for t in (tensors if self._apart else ())
+            for t in tensors
         ]
         shared = (memory[i] for i, j in self._apart if memory[i] == memory[j])
         return all(address is None for address in shared)

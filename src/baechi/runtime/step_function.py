@@ -117,7 +117,7 @@ class Plan:
         # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
         # The results of each micro-batch, taken apart.
-        self._parts: list[list[tuple[list[Any], pytree.TreeSpec]]] = []
+        self._parts: list[list[tuple[list[Any], pytree.TreeSpec | None]]] = []
 
     def __del__(self) -> None:
         """Give the node of the parameters to a step to come."""
@@ -133,7 +133,8 @@ class Plan:
             self._parts.append([])
             for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
                 flag = step.flags[row.value]
-                leaves, spec = pytree.tree_flatten(value)
+                bare = isinstance(value, torch.Tensor)
+                leaves, spec = ([value], None) if bare else pytree.tree_flatten(value)
                 self._parts[-1].append((leaves, spec))
                 tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 for number, i in enumerate(tensors):
@@ -151,7 +152,10 @@ class Plan:
             if row.read:
                 self._partial.append((weakref.ref(output), watch_hooks(output)))
         parts, self._parts = self._parts, []  # the caller alone decides how long results live
-        return [[pytree.tree_unflatten(leaves, spec) for leaves, spec in row] for row in parts]
+        return [
+            [pytree.tree_unflatten(leaves, spec) if spec else leaves[0] for leaves, spec in row]
+            for row in parts
+        ]
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
         """Gradients of token and inputs; `keep` leaves the graph for another backward.
@@ -197,7 +201,8 @@ class Plan:
             total = self.steps[batch].taken(bound.input_grads[index])
             result.append(None if total is None else total.to(tensor.device))
         end.gradients = self._of_parameters(totals)
-        for parameter, gradient in zip(leaves.trained, end.gradients, strict=True):
+        graded = zip(leaves.trained, end.gradients, strict=True) if leaves.hooked else ()
+        for parameter, gradient in graded:
             if gradient is None and parameter in leaves.hooked and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "

@@ -1,5 +1,6 @@
 """Logical devices as torch devices, and what hardware is behind them."""
 
+import ctypes
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,23 @@ def usable_gpus() -> tuple[int, str]:
             "an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126)"
         )
     return n, ""
+
+
+def processes_on(gpu: torch.device) -> int:
+    """The number of processes that compute on a GPU, this one included; 0 where it is unknown.
+
+    Source: NVIDIA's Management Library, `nvmlDeviceGetComputeRunningProcesses`.
+    """
+    handle, count = ctypes.c_void_p(), ctypes.c_uint()
+    name = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
+    with suppress(OSError, AttributeError):  # no such library, or an older one
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0:
+            if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0:
+                # Given no room for them, it tells how many there are.
+                nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), None)
+            nvml.nvmlShutdown()
+    return count.value
 
 
 def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:

@@ -11,6 +11,7 @@ Complexity: one fake run, 10 to 100 us a node.
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
@@ -122,11 +123,13 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     All that is decided by sizes on the way is among the conditions of the symbols.
 
     Raises:
-        ValueError: Inputs share memory, or are not plain strided tensors.
+        ValueError: An input is no plain strided tensor, or shares memory that is written.
         Exception: Whatever a fake tensor cannot do.
     """
-    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    _check_apart(inputs)
+    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in inputs):
+        raise ValueError("an argument is no plain strided tensor")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    given = [node.meta["val"] for node in placeholders]
     symbols = Symbols([*(size for value in given for size in value.shape)])
     with (
         symbols.recording() as environment,
@@ -142,16 +145,15 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
             found = stand_ins.get(id(tensor))
             return mode.from_tensor(tensor, static_shapes=True) if found is None else found
 
-        return _Recorder(module, stand_in).record(inputs)
-
-
-def _check_apart(inputs: Sequence[torch.Tensor]) -> None:
-    rows = {id(tensor): tensor for tensor in inputs}.values()
-    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in rows):
-        raise ValueError("an argument is no plain strided tensor")
-    memory = [t.untyped_storage().data_ptr() for t in rows if t.numel() and not t.is_meta]
-    if len(set(memory)) < len(memory):
-        raise ValueError("arguments share memory")
+        facts = _Recorder(module, stand_in).record(inputs)
+    # Each has a storage of its own in the facts, which is as good where they are only read.
+    tensors = {id(t): (t, node) for t, node in zip(inputs, placeholders, strict=True)}.values()
+    memory = Counter(t.untyped_storage().data_ptr() for t, _ in tensors if t.numel())
+    for tensor, node in tensors:
+        written = {value.storage for value in facts.nodes[node].values} & facts.written
+        if written and not tensor.is_meta and memory[tensor.untyped_storage().data_ptr()] > 1:
+            raise ValueError("arguments share memory that is written")
+    return facts
 
 
 def _of_sizes(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -77,9 +77,10 @@ class Call:
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
-        shapes = tuple((tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors)
-        constants = tuple((type(c).__name__, shown(c)) for c in self.structure.constants)
-        return (self.structure.form, constants, shapes, self.autocast, self.dims)
+        shapes = [(tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors]
+        constants = [(type(c).__name__, shown(c)) for c in self.structure.constants]
+        rows = (*constants, *shapes)
+        return (self.structure.form, rows, self.autocast.dtypes, self.dims)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -242,9 +243,9 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
                 "Give what one real call of the model gets."
             ) from None
     positional, named = order or ((), ())
-    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
+    if hooks_of(model, "_forward_hooks") or hooks_of(model, "_forward_pre_hooks"):
         return _call(model, tuple(args), dict(kwargs or {}))
-    return _call(model, tuple(given[i] for i in positional), {n: given[i] for n, i in named})
+    return _call(model, tuple([given[i] for i in positional]), {n: given[i] for n, i in named})
 
 
 def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
@@ -252,8 +253,8 @@ def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
     given = (*positional, *named.values())
     kinds = tuple(map(type, given))
     if _SIMPLE.issuperset(kinds):
-        tensors = tuple(value for value in given if isinstance(value, torch.Tensor))
-        rest = tuple(None if isinstance(value, torch.Tensor) else value for value in given)
+        tensors = tuple([value for value in given if type(value) is torch.Tensor])
+        rest = tuple([None if type(value) is torch.Tensor else value for value in given])
         structure = _simple(len(positional), tuple(named), kinds, rest)
         return Call(tensors, structure, Autocast.current())
     parts = Parts(look_into=True)

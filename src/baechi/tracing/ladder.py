@@ -12,6 +12,7 @@ those above failed, with the model's own line, are kept in `Traced.attempts`.
 
 import linecache
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ from baechi.tracing.side_effects import (
     buffers_kept,
     unchanged,
 )
+from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 
 
@@ -211,7 +213,16 @@ def trace(
             call = replace(call, tensors=tuple(map(_no_view, call.tensors)))
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
-        return _climb(model, call, mode, places)
+        if places:
+            return _climb(model, call, mode, places)
+        # What shares memory and is only read is as good as apart, and then it is placed apart.
+        apart = replace(call, tensors=_copied(call.tensors))
+        traced = _climb(model, apart, mode, places)
+        facts, pairs = traced.module.facts, zip(apart.tensors, call.tensors, strict=True)
+        nodes = traced.module.graph_module.graph.find_nodes(op="placeholder")
+        copied = [n for n, (t, own) in zip(nodes, pairs, strict=True) if t is not own]
+        written = {v.storage for node in copied for v in facts.nodes[node].values} & facts.written
+        return _climb(model, call, mode, places) if written else traced
 
 
 @no_collections()
@@ -317,6 +328,21 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
     return tuple(given[id(tensor)] for tensor in tensors)
 
 
+def _copied(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The arguments, with copies of tensors that share memory with others; of one tensor one."""
+    found = {id(t): t for t in tensors}
+    given = [t for t in found.values() if t.layout is torch.strided and t.numel() and not t.is_meta]
+    memory = Counter(t.untyped_storage().data_ptr() for t in given)
+    for tensor in given:
+        if memory[tensor.untyped_storage().data_ptr()] > 1:
+            shape, stride, flat = tensor.shape, tensor.stride(), tensor.detach()
+            extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            flat = flat.as_strided((extent,), (1,)).clone()
+            copy = flat.as_strided(shape, stride, 0).requires_grad_(tensor.requires_grad)
+            found[id(tensor)] = copy
+    return tuple(found[id(tensor)] for tensor in tensors)
+
+
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of its own: of a view a tracer has symbols for the base."""
     if not tensor._is_view() or tensor.requires_grad:
@@ -338,8 +364,9 @@ def _lowered(
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
     kept = _kept(call, facts)
+    whole = opaque_leaves(captured.module, captured.module.graph.nodes).values()
     # Forward sets some attributes itself, whose values do not count.
-    attributes = before.settled()
+    attributes = before.settled(whole)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions)
 

@@ -280,6 +280,8 @@ class Step:
 
     def write_back(self) -> None:
         """Write into the caller's tensors what was written elsewhere, at the forward's end."""
+        if not self.moved:
+            return
         with torch.no_grad():
             for index, tensor in self.moved.items():
                 self.inputs[index].copy_(tensor)

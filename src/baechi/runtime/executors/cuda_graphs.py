@@ -161,13 +161,27 @@ class GraphedTape:
     statics: Statics
     sizes: Sizes
     ranks: tuple[int, int]  # the places of its forward and its backward in the order of a step
-    reason: str = ""  # why it runs eagerly after all; empty if it does not
+    reason: str = ""  # why its forward runs eagerly after all; empty if it does not
 
     def __post_init__(self) -> None:
         self._forward: _Forward | None = None
-        self._backwards: dict[tuple[int | None, ...], _Backward] = {}
+        # Or why that one runs eagerly: others, and the forward, are replayed all the same.
+        self._backwards: dict[tuple[int | None, ...], _Backward | str] = {}
         self._warm: set[tuple[bool, ...]] = set()  # which gradients there were in a backward
         self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why its forward, or some of its backwards, run eagerly."""
+        rows = [self.reason, *(why for why in self._backwards.values() if isinstance(why, str))]
+        return list(filter(None, rows))
+
+    @property
+    def is_captured(self) -> bool:
+        """True unless its forward, or every backward so far, could not be captured."""
+        backwards = self._backwards.values()
+        some = any(isinstance(each, _Backward) for each in backwards)
+        return not self.reason and (some or not backwards)
 
     def forward(self, step: Step) -> None:
         """Replay the forward; as `TapeCode.forward`."""
@@ -212,12 +226,11 @@ class GraphedTape:
             if self._backwards and graded not in self._warm:
                 step.warms = backward_id()
             if step.warms != backward_id():
-                recorded = self._record_backward(step, forward)
+                recorded = self._backwards[pattern] = self._record_backward(step, forward)
             self._warm.add(graded)
-            if recorded is None:
-                self._run_backward(step, forward)
-                return
-            self._backwards[pattern] = recorded
+        if not isinstance(recorded, _Backward):
+            self._run_backward(step, forward)
+            return
         for slot, static in recorded.seeds:
             static.fill(step.grads[slot])
             step.grads[slot] = None
@@ -245,7 +258,8 @@ class GraphedTape:
             given[index] = statics.add(tensor)
             inputs.append((index, _Static(tensor)))
         replay = self._recorded(lambda: code.forward(scratch), self.ranks[0])
-        if replay is None:
+        if isinstance(replay, str):
+            self.reason = replay
             return None
         outputs = code.outputs
         slots = [(s, scratch.slots[s]) for output in outputs for s in output.slots]
@@ -259,7 +273,7 @@ class GraphedTape:
         made = slots, results, flags
         return _Forward(replay, fills, inputs, *made, scratch.records, scratch.own)
 
-    def _record_backward(self, step: Step, forward: _Forward) -> _Backward | None:
+    def _record_backward(self, step: Step, forward: _Forward) -> _Backward | str:
         scratch, seeds = self._scratch(forward), []
         for slot in self._seeds:
             gradient = step.grads[slot]
@@ -267,8 +281,8 @@ class GraphedTape:
                 scratch.grads[slot] = static = self.statics.of(gradient)
                 seeds.append((slot, _Static(static)))
         replay = self._recorded(lambda: self.code.differentiate(scratch), self.ranks[1])
-        if replay is None:
-            return None
+        if isinstance(replay, str):
+            return f"a backward of {replay}"
         found = [(slot, g) for slot, g in enumerate(scratch.grads) if g is not None]
         for _, gradient in found:
             self.statics.add(gradient)
@@ -294,16 +308,15 @@ class GraphedTape:
         scratch.keep = True
         return scratch
 
-    def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
-        """The function recorded; or `None`, and the reason is noted."""
+    def _recorded(self, function: Callable[[], None], rank: int) -> Replay | str:
+        """The function recorded; or the reason why not."""
         caching = torch.is_autocast_cache_enabled()
         if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):  # else compiled code would guard
             torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
             return self.recorder.record(function, rank)
         except Exception as error:
-            self.reason = "it could not be captured: " + str(error).partition("\n")[0]
-            return None
+            return "it could not be captured: " + str(error).partition("\n")[0]
         finally:
             torch.set_autocast_cache_enabled(caching)
 
@@ -435,7 +448,7 @@ class Graphs:
         found = list(self._obstacles)
         for recorded in (each for mode in self._modes.values() for each in mode.shapes.values()):
             for index, tape in recorded.tapes.items():
-                found[index] = found[index] or tape.reason
+                found[index] = found[index] or next(iter(tape.reasons), "")
         return tuple(found)
 
     @property
@@ -444,9 +457,19 @@ class Graphs:
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
         apart = f"its lanes are no common CUDA graph: {self._why_apart}"
-        return (apart,) * bool(self._why_apart) + tuple(
-            f"{count} of {n} tapes run without CUDA graphs: {reason}"
-            for reason, count in counts.most_common()
+        rows = [each.whole for mode in self._modes.values() for each in mode.shapes.values()]
+        return (
+            *(apart,) * bool(self._why_apart),
+            *(
+                f"its lanes are a common CUDA graph, but {why}"
+                for whole in rows
+                if whole is not None and whole.is_captured
+                for why in whole.reasons
+            ),
+            *(
+                f"{count} of {n} tapes run without CUDA graphs: {reason}"
+                for reason, count in counts.most_common()
+            ),
         )
 
     def demand(self) -> None:
@@ -474,8 +497,8 @@ class Graphs:
         found = self._modes[step.differentiate].find(key, state, self.most_shapes)
         if found is None:
             return False
-        if found.whole is not None and found.whole.reason:
-            self._why_apart, found.whole = found.whole.reason, None
+        if found.whole is not None and not found.whole.is_captured:
+            self._why_apart, found.whole = found.whole.reasons[0], None
             self._settle(together=False)
         if self._whole and found.whole is None:
             found.whole = self._together(launch, found.statics)

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -100,6 +100,8 @@ class CudaExecutor:
     but a GPU's thread of autograd waits for no other. With `graphs`, tapes run as CUDA graphs.
     """
 
+    _unwarned: ClassVar["weakref.WeakSet[CudaExecutor]"] = weakref.WeakSet()
+
     def __init__(
         self,
         program: Program,
@@ -144,6 +146,8 @@ class CudaExecutor:
             # one with several lanes, submodules that stay whole give them where they run. That
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+            self._unwarned.add(self)
+            weakref.finalize(self, _warn_again, self._unwarned).atexit = False
         self._lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
         self._awaited: list[Event] = [
             (number, row.lane, row.position)
@@ -160,7 +164,10 @@ class CudaExecutor:
         return [own and torch.cuda.Stream(own.device, priority=-1) for own in self._own]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """Let torch warn of streams again after the last of those for which it does not."""
+        if self in self._unwarned:
+            self._unwarned.discard(self)
+            _warn_again(self._unwarned)
 
     def meet(self, step: Step) -> None:
         """Let the streams of this call, and of the forward's call, wait for each other."""
@@ -568,6 +575,12 @@ def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]
     for stream in dict.fromkeys(waiting):
         if stream != first:
             stream.wait_stream(first)
+
+
+def _warn_again(unwarned: Iterable[CudaExecutor]) -> None:
+    """Switch torch's warning of streams on, as it is by default, if no executor is left."""
+    if not any(True for _ in unwarned):
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
