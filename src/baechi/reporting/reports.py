@@ -88,7 +88,7 @@ def write_html(path: str | os.PathLike[str], plan: Plan, *, title: str = "") -> 
 
     model = plan.traced.name if plan.traced is not None else "a graph"
     heading = title or f"Baechi: {model} on {len(plan.devices)} devices"
-    tables = (f"\n<h2>{name}</h2>\n{_table(header, rows)}" for name, header, rows in comparison(plan))
+    tables = (f"\n<h2>{name}</h2>\n{_table(head, rows)}" for name, head, rows in comparison(plan))
     text = Template(_PAGE.read_text(encoding="utf-8")).substitute(
         title=escape(heading),
         plotly=get_plotlyjs(),
