@@ -219,7 +219,7 @@ def test_what_was_measured_beside_another_process_is_said_and_not_kept(
     model, x = residual()
     traced = baechi.trace(model, (x,))
     with monkeypatch.context() as shared:
-        shared.setattr(Bench, "is_shared", lambda _: True)
+        shared.setattr(profiling, "processes_on", lambda _: 2)
         profile = baechi.profile(traced, threads=1, cache=tmp_path / "a")
     rows = zip(traced.ops, profile.costs, strict=True)
     assert all(("another process" in c.remark) == (c.forward_ns > 0) for _, c in rows)

@@ -26,13 +26,7 @@ from baechi.errors import InputError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
-from baechi.torch_support.torch_devices import (
-    cache_bytes,
-    device_kind,
-    fp32_precisions,
-    hardware,
-    processes_on,
-)
+from baechi.torch_support.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware
 from baechi.torch_support.torch_internals import TapeEnd, is_profiled
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
@@ -145,10 +139,6 @@ class Bench:
                 f"{why}, so nothing takes on {self.place} what it takes in a step. End that to "
                 "measure; or give costs='estimate', which computes costs."
             )
-
-    def is_shared(self) -> bool:
-        """True if another process computes on the GPU now, as far as the driver tells."""
-        return self.place.type == "cuda" and processes_on(self.place) > 1
 
     def operator(self, index: int, before: Measured | None = None) -> Measured:
         """One pass over an operator, alone or else in place; sizes are taken over from before.

@@ -26,7 +26,12 @@ from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.timers import NO_GRAPH, Clock
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
-from baechi.torch_support.torch_devices import device_kind, torch_device, torch_threads
+from baechi.torch_support.torch_devices import (
+    device_kind,
+    processes_on,
+    torch_device,
+    torch_threads,
+)
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.validation import check_is, check_threads
@@ -109,7 +114,7 @@ def _measured(
         job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
-        if _SHARED not in cost.remark and bench.is_shared():
+        if _SHARED not in cost.remark and processes_on(bench.place) > 1:
             cost = replace(cost, remark="; ".join(filter(None, (cost.remark, _SHARED))))
         if store is not None and _SHARED not in cost.remark:
             store.keep(key, bench.conditions, cost)

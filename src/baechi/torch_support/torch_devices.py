@@ -73,6 +73,8 @@ def processes_on(gpu: torch.device) -> int:
 
     Source: NVIDIA's Management Library, `nvmlDeviceGetComputeRunningProcesses`.
     """
+    if gpu.type != "cuda":
+        return 0
     handle, count = ctypes.c_void_p(), ctypes.c_uint()
     name = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
     with suppress(OSError, AttributeError):  # no such library, or an older one
