@@ -117,7 +117,7 @@ def test_microbatches_stand_beside_the_loop_with_the_same_bits(tmp_path, capsys)
 
 
 @drawn
-def test_other_gradients_than_the_loop_s_are_an_error(tmp_path, capsys, monkeypatch):
+def test_other_gradients_than_the_loop_s_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_compare", lambda *_: ("off", False))
     job = JOB._replace(loss=lambda loss: loss, build=lambda: (Loss(), (torch.randn(8, 32),), {}))
     with pytest.raises(ExecutionError, match="does not equal the loop"):
