@@ -332,11 +332,6 @@ def test_what_is_asked_of_a_placed_module() -> None:
     placed = place({"cpu:0": "1GiB"}, costs="estimate", progress=False)
     with pytest.raises(baechi.InputError, match="optimizer is 3"), placed.metered(3):  # type: ignore[arg-type]
         pass
-    order = placed.placement.order
-    assert sorted(placed.program.order(order)) == sorted(order)
-    for wrong in (None, "abc", (1, 2, 3), order[:-1], (*order[:-1], order[0]), (-1,)):
-        with pytest.raises(baechi.InputError, match="order"):
-            placed.program.order(wrong)  # type: ignore[arg-type]
     placed.unplace()
 
 

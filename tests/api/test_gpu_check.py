@@ -2,14 +2,19 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.steps import STEPS, Step
+from benchmarks.gpu_check.tests import _CHOICES
+from gpu_on_cpu import step_on_cpu
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
 def run(check):
     check.case("works", lambda: {"operator_us": 6.5})
@@ -135,6 +140,37 @@ def test_some_steps_by_name(run: Any, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("module", sorted({step.module for step in STEPS}))
 def test_every_step_is_there_with_all_that_it_imports(module: str) -> None:
     assert callable(importlib.import_module(module).run)
+
+
+NOT_HERE = {f"benchmarks.gpu_check.{name}" for name in ("machine", "tests")}
+# They import what takes seconds of a process: torch's tests, Dynamo, transformers.
+HEAVY = {f"benchmarks.gpu_check.{name}" for name in ("captures", "compiled", "ecosystem")}
+FIGURES = [
+    pytest.param(module, marks=pytest.mark.slow) if module in HEAVY else module
+    for module in sorted({step.module for step in STEPS} - NOT_HERE)
+]
+
+
+@pytest.mark.parametrize("module", FIGURES)
+def test_the_code_of_every_step_runs_on_a_cpu(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are tests run their tests on a GPU alone, and here choose some."""
+    rows = tmp_path / "rows.jsonl"
+    check = Check(module.rpartition(".")[2], rows, quick=True)
+    check.emulated = True  # no inductor
+    step_on_cpu(module, monkeypatch).run(check)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert found
+    assert [row for row in found if row["status"] not in ("ok", "skip")] == []
+
+
+@pytest.mark.parametrize("step", sorted(_CHOICES))
+def test_steps_that_are_tests_name_tests_that_are_there(step: str) -> None:
+    files, *choices = _CHOICES[step]
+    text = "".join((ROOT / file).read_text() for file in (*files, "tests/support/zoo.py"))
+    names = set(re.findall(r"\w+", " ".join(choices))) - {"and", "or", "not"}
+    assert {name for name in names if name not in text} == set()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.costs import profiling
-from baechi.costs.example_inputs import ExampleInputs, value_remark
+from baechi.costs.example_inputs import ExampleInputs
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
@@ -351,17 +351,8 @@ class Routed(nn.Module):
         return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) + picked[:, None]
 
 
-def test_what_depends_on_values_is_said_and_values_are_in_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counted(monkeypatch)  # so that nothing is uncertain
+def test_values_are_in_range() -> None:
     traced = baechi.trace(Routed(), (torch.randint(50, (3, 6)),))
-    costs = baechi.profile(traced, threads=1, cache=False).costs
-    remarks = {c.remark for c in costs if c.remark}
-    assert all(remark.startswith("time depends on values: ") for remark in remarks)
-    words = " ".join(remarks)
-    for reason in ("which rows", "which places", "extreme values", "attention mask hides"):
-        assert reason in words
     inputs = ExampleInputs(traced.module, torch.device("cpu"))
     graph = traced.module.graph_module.graph
     index = next(n for n in graph.nodes if operator_name(n) == "index")
@@ -419,7 +410,7 @@ def test_the_groups_of_a_grouped_product_share_its_rows() -> None:
     traced = baechi.trace(model, args, kwargs)
     inputs = ExampleInputs(traced.module, torch.device("cpu"))
     found = 0
-    for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
+    for nodes in traced.module.nodes:
         for node in nodes:
             if "grouped_mm" not in operator_name(node):
                 continue
@@ -428,7 +419,6 @@ def test_the_groups_of_a_grouped_product_share_its_rows() -> None:
             assert made == sorted(made)
             assert made[-1] == traced.module.facts.nodes[rows].values[0].shape[0]
             assert min(b - a for a, b in zip([0, *made], made, strict=False)) > 0
-            assert "rows each expert" in value_remark(nodes), op.name
             found += 1
     assert found > 0
 

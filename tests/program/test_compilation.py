@@ -12,6 +12,7 @@ import pytest
 import strategies
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from program_oracle import order_of
 from steps import case
 
 import baechi
@@ -119,7 +120,7 @@ def test_in_the_program_s_order_no_step_is_longer(
     """
     graph, cluster, placement, program = case
     cluster = replace(cluster, ports="none")
-    order = program.order(placement.order)
+    order = order_of(program, placement.order)
     n = graph.n_forward
     read = [tensor.producer for tensor in graph.tensors if n in tensor.consumers]
     assume(all(placement.devices[op] == placement.devices[n] for op in read))
@@ -249,7 +250,7 @@ def test_a_model_s_step_runs_as_long_as_the_placement_says(
             graph, placement, instant=instant_ops(graph), copy_lanes=copy_lanes
         )
         check_program(program)
-        order = program.order(placement.order)
+        order = order_of(program, placement.order)
         done = baechi.simulate(graph, cluster, replace(placement, order=order))
         assert 0.95 * said.makespan_ns <= done.makespan_ns <= 1.02 * said.makespan_ns
         for one, other in zip(done.peak_bytes, said.peak_bytes, strict=True):

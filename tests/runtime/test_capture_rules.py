@@ -75,6 +75,8 @@ def test_most_operators_may_be_captured(function: Any) -> None:
     ("function", "reason"),
     [
         (lambda x: torch.linalg.inv(x[:, :3]), "reads values on the host"),
+        (lambda x: torch.linalg.lu_factor(x[:, :3])[0], "reads values on the host"),
+        (torch.linalg.svdvals, "reads values on the host"),
         (lambda x: torch.multinomial(x.exp(), 2), "reads values on the host"),
         (lambda x: x if x.isnan().any() else x.relu(), "reads values on the host"),
         (lambda x: x.masked_fill(x > 0, 0)[torch.ones(3, dtype=torch.bool)], "mask"),

@@ -10,10 +10,12 @@ import pytest
 import torch
 import zoo
 from on_gpus import (
+    GPUS,
     LANES,
     TOLERANCES,
     TWO_GPUS,
     Branches,
+    placed_as,
     placed_randomly,
     script,
     step,
@@ -241,6 +243,39 @@ print("through")
 
 def test_a_step_that_runs_out_of_memory_holds_none() -> None:
     assert script(_LIMITED)[0].splitlines() == ["out of memory"] * 2 + ["through"]
+
+
+@pytest.mark.multigpu
+def test_no_peak_depends_on_how_far_the_host_is_ahead() -> None:
+    """What a stream was told of stays until that has come so far."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)]).to("cuda:0")
+    x = torch.randn(8, 512, device="cuda:0", requires_grad=True)
+    placed = placed_as(model, (x,), GPUS, lambda op: op // 4 % 2)
+    side = [torch.cuda.Stream(gpu) for gpu in GPUS]
+
+    def peaks(*, waits: bool, told: bool = False) -> list[int]:
+        for gpu in GPUS:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.reset_peak_memory_stats(gpu)
+        for _ in range(6):
+            placed.zero_grad(set_to_none=True)
+            x.grad = None
+            placed(x).square().mean().backward()
+            for stream in side if told else ():
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+            for parameter in placed.parameters() if told else ():
+                parameter.grad.record_stream(side[parameter.device.index])
+            for gpu in GPUS if waits else ():
+                torch.cuda.synchronize(gpu)
+        # What is let go of, but not free yet, is active.
+        return [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+
+    with emulated.settings(CLOCK=1, KERNEL_NS=1_000_000):  # and the host takes no time
+        peaks(waits=True)
+        usual = peaks(waits=True)
+        assert peaks(waits=False) == usual
+        more = peaks(waits=False, told=True)
+    assert all(one > other for one, other in zip(more, usual, strict=True)), (more, usual)
 
 
 def test_recordings_are_made_in_the_thread_that_has_warmed_up() -> None:

@@ -24,15 +24,14 @@ class Roots(nn.Module):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_anomaly_detection_names_the_operator_of_a_backward(devices: int) -> None:
+def test_anomaly_detection_shows_the_generated_line_of_the_operator(devices: int) -> None:
     model, x = Roots(), -torch.ones(2, 4)
     placed = place_on(baechi.trace(model, (x,)), devices, "round-robin")
-    named = r"^two/linear_1 \(test_failures\.py:\d+ in forward: return self\.two.*returned nan"
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with (
             torch.autograd.set_detect_anomaly(True),
-            pytest.raises(baechi.ExecutionError, match=named),
+            pytest.raises(baechi.ExecutionError, match="returned nan"),
         ):
             torch.autograd.grad(placed(x).sum(), list(placed.parameters()))
     line = "linear_1 = torch.ops.aten.linear"  # of the generated code, named as the operator
@@ -85,7 +84,6 @@ class Many(nn.Module):
 @pytest.mark.parametrize("middle", [Brittle.apply, brittle])
 @pytest.mark.parametrize("checkpoint", [None, "layers.*"])
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.filterwarnings("ignore:(Anomaly Detection|Error detected)")
 def test_an_error_on_the_way_back_is_told_with_its_operator(
     devices: int, checkpoint: Any, middle: Any
 ) -> None:
@@ -99,14 +97,7 @@ def test_an_error_on_the_way_back_is_told_with_its_operator(
     own = f"{traced.ops[op].name} (test_failures.py:"
     alone = next(tape.ops for tape in placed.program.tapes if op in tape.ops)
     told = str(plain.value)
-    many = "(run it under torch.autograd.set_detect_anomaly(True) to see which)"
+    many = "(under torch.autograd.set_detect_anomaly(True) a warning shows its generated line)"
     assert told.startswith(own) if len(alone) == 1 else many in told
-    with (
-        torch.autograd.set_detect_anomaly(True),
-        pytest.raises(baechi.ExecutionError, match="OverflowError: too steep") as caught,
-    ):
-        (placed(x).sum() * 1e6).backward()
-    assert str(caught.value).startswith(own)
-    assert "in forward: x = self.middle(x)" in str(caught.value)
     placed(x).sum().backward()
     placed.unplace()

@@ -88,7 +88,6 @@ def pair() -> Iterator[tuple[Any, nn.Module]]:
     module.unplace()
 
 
-@pytest.mark.parametrize("shape", [(4, 9), (2, 4), (3, 31)])
 class Shifted(nn.Module):
     """A loss of tokens and of those that follow, which a caller cuts from one tensor."""
 
@@ -118,6 +117,7 @@ def test_arguments_may_be_parts_of_one_tensor(writes: bool) -> None:
     assert len(plans) == (4 if writes else 1), placed.remarks
 
 
+@pytest.mark.parametrize("shape", [(4, 9), (2, 4), (3, 31)])
 def test_any_further_shape_has_the_bits_of_the_unsplit_model(pair: Any, shape: Any) -> None:
     module, unsplit = pair
     for _ in range(2):

@@ -12,6 +12,7 @@ import placed
 import pytest
 import torch
 import zoo
+from program_oracle import order_of
 from seeds import some
 
 import baechi
@@ -56,7 +57,7 @@ def test_an_inference_in_any_order_equals_the_unsplit_model(name: str) -> None:
             model.load_state_dict(state)
             torch.manual_seed(1)
             actual = tensors_in(module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-            ran = module.program.order(placement.order)
+            ran = order_of(module.program, placement.order)
             module.unplace()
             assert all(map(torch.equal, actual, expected)), seed
             draws = any(op.random for op in traced.ops)

@@ -122,33 +122,16 @@ def test_the_first_operator_that_differs_is_named_with_the_models_own_line(dropo
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_operator_whose_backward_differs_first_is_named(dropout: float) -> None:
+def test_the_first_gradient_that_differs_is_named(dropout: float) -> None:
     with pytest.raises(baechi.ExecutionError) as caught:
         verified(Drifts(back=True, dropout=dropout), example())
     text = str(caught.value)
-    assert "first at the backward of drifts (" in text
-    assert "in forward: x = drifts(" in text
-    assert "which makes the gradient of" in text
+    assert "first at the gradient of add (" in text
+    assert "in forward: x = self.dropout(self.layers[1](x)) + self.dropout(x)" in text
     assert "max rel error 0.25" in text
 
 
-class Dropped(nn.Module):
-    """Reads what a dropout gives that drops nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.dropout = nn.Linear(6, 6), nn.Dropout(0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return drifts(self.dropout(self.layer(x)), False, True)
-
-
-def test_an_operator_that_does_nothing_is_not_named() -> None:
-    with pytest.raises(baechi.ExecutionError, match=r"first at the backward of drifts \("):
-        verified(Dropped(), example())
-
-
-def test_the_backward_that_gives_an_argument_a_wrong_gradient_is_named() -> None:
+def test_an_argument_with_a_wrong_gradient_is_named() -> None:
     class Begins(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -174,7 +157,7 @@ def test_an_inference_is_verified_and_a_sparse_gradient_compared() -> None:
         def forward(self, i: torch.Tensor) -> torch.Tensor:
             return drifts(self.table(i), False, True).tanh()
 
-    with pytest.raises(baechi.ExecutionError, match=r"first at the backward of drifts"):
+    with pytest.raises(baechi.ExecutionError, match=r"first at the gradient of table/embedding"):
         verified(Looks(), torch.tensor([1, 4, 4]))
 
 
@@ -214,14 +197,12 @@ def test_a_model_that_draws_is_verified_on_many_devices() -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", some(["clip", "awkward", "data_dependent"], 2, 1))
 def test_nothing_is_found_where_nothing_differs(name: str) -> None:
-    """Neither in the step nor in any operator of it, on their devices and in program order."""
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     traced = baechi.trace(model, *copy.deepcopy((args, kwargs)))
     unsplit = Unsplit(model)
     placed = again_at_random(traced, seed=1, devices=3)
     try:
         verify(unsplit, placed._current, traced.module.call)
-        verify(unsplit, placed._current, traced.module.call, every=True)
     finally:
         placed.unplace()
 

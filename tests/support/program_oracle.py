@@ -15,6 +15,23 @@ Position = tuple[int, ...]
 GRAPH, LEFT = -2, -3
 
 
+def order_of(program: Program, launch: Sequence[int]) -> tuple[int, ...]:
+    """A placement's order as the program runs it, for `simulate`.
+
+    Devices alternate as in the placement; inside a segment its own order holds, and forward ops
+    come before the loss.
+    """
+    n = len(program.names)
+    order = sorted(launch, key=lambda op: (op > n) - (op < n))
+    rank = {op: i for i, op in enumerate(order)}
+    for phase in program.phases:
+        for segment in phase.segments:
+            ops = list(program.ops_of(segment))
+            for op, place in zip(ops, sorted(rank[op] for op in ops), strict=True):
+                order[place] = op
+    return tuple(order)
+
+
 def touched(
     program: Program, number: int, row: Instruction
 ) -> tuple[set[Place], set[Place], set[Place]]:

@@ -11,6 +11,7 @@ import torch
 import zoo
 from benchmarks.runtime.peaks import placed_alone
 from placed import lazily
+from scripts import tiny_llama
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
@@ -74,6 +75,28 @@ def test_a_mask_of_ones_is_dropped_as_an_eager_run_drops_it(name: str) -> None:
     calls = [canonical_call(model, args, each) for each in (whole, padded)]
     answers = [[traced.module.answers(call) for call in calls] for traced in traces]
     assert answers == [[True, False], [False, True]]
+
+
+def test_positions_of_one_sequence_mask_nothing_as_in_an_eager_run() -> None:
+    """TRL packs several sequences into a row; the last row of an epoch may have one."""
+    model, ids = tiny_llama(), torch.arange(3, 11)[None]
+    rows = [torch.arange(8)[None], torch.arange(4).repeat(2)[None]]
+    given = [{"input_ids": ids, "position_ids": row, "use_cache": False} for row in rows]
+    traces = [baechi.trace(model, (), each) for each in given]
+    masks = [[node.args[3:4] for node in readers(traced)] for traced in traces]
+    assert masks[0] in ([()], [(None,)])
+    assert isinstance(masks[1][0][0], torch.fx.Node)
+    calls = [canonical_call(model, (), each) for each in given]
+    answers = [[traced.module.answers(call) for call in calls] for traced in traces]
+    assert answers == [[True, False], [False, True]]
+    split = lazily(copy.deepcopy(model))
+    for each in given:
+        for one in (model, split):
+            one.zero_grad()
+            one(**each).logits.sum().backward()
+        for one, two in zip(model.parameters(), split.parameters(), strict=True):
+            assert torch.equal(one.grad, two.grad)
+    split.unplace()
 
 
 class Masked(nn.Module):

@@ -117,10 +117,15 @@ class Options(dict[str, Any]):
         self.__dict__ = self
 
 
+@dataclass
+class Noted:
+    x: Tensor
+    y: Tensor | None = None
+
+
 @dataclass(slots=True)
 class Slotted:
     x: Tensor
-    y: Tensor | None = None
 
 
 class Rows(list[Tensor]):
@@ -132,16 +137,16 @@ class Rows(list[Tensor]):
 class Kinds(nn.Module):
     """Writes into what is like a dict or a list, but has a class of its own."""
 
-    def forward(self, slotted: Slotted, last: deque[Tensor], sums: Any) -> Tensor:
-        slotted.y = slotted.x + last[0]
-        last.append(slotted.y)
-        sums["new"] += slotted.y
+    def forward(self, noted: Noted, last: deque[Tensor], sums: Any) -> Tensor:
+        noted.y = noted.x + last[0]
+        last.append(noted.y)
+        sums["new"] += noted.y
         return last[0] * 3
 
 
-def of_every_kind() -> tuple[Slotted, deque[Tensor], defaultdict[str, Any]]:
+def of_every_kind() -> tuple[Noted, deque[Tensor], defaultdict[str, Any]]:
     a, b = torch.arange(4.0).view(2, 2)
-    return Slotted(a), deque([b], 1), defaultdict(lambda: 0)
+    return Noted(a), deque([b], 1), defaultdict(lambda: 0)
 
 
 def test_containers_of_other_classes() -> None:
@@ -165,8 +170,10 @@ class Wrapping(nn.Module):
         return Rows([x])
 
 
-@pytest.mark.parametrize("given", [Options(x=torch.ones(2)), Rows([torch.ones(2)])])
-def test_subclasses_of_lists_and_dicts_are_refused_by_name(given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [Options(x=torch.ones(2)), Rows([torch.ones(2)]), Slotted(torch.ones(2))]
+)
+def test_what_has_slots_or_is_like_a_list_or_a_dict_is_refused_by_name(given: Any) -> None:
     with pytest.raises(baechi.InputError, match=f"holds a {type(given).__name__}, which cannot"):
         baechi.trace(nn.Identity(), (given,))
     with pytest.raises(baechi.TraceError, match="forward returns a Rows, which cannot"):

@@ -1,4 +1,4 @@
-"""Inputs for operators that run alone, and the remark where an operator's time depends on them.
+"""Inputs for operators that run alone.
 
 What follows from the example without any activation (positions, masks, token ids) keeps its values,
 computed on the CPU. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and
@@ -39,31 +39,6 @@ _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
 }
 # Products of a group of rows with a matrix each: (input, weight, where each group ends).
 _GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
-# Operator -> what its time depends on. Their backwards add up where indices repeat.
-_REASONS: Final = {
-    **dict.fromkeys(("embedding", "embedding_bag"), "which rows are read, and how often each"),
-    **dict.fromkeys(
-        (
-            *("index", "index_put", "index_select", "index_add", "index_copy", "gather", "take"),
-            *("take_along_dim", "scatter", "scatter_add", "scatter_reduce"),
-        ),
-        "which places are indexed, and how often each",
-    ),
-    **dict.fromkeys(
-        ("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "histc"),
-        "how many elements are found",
-    ),
-    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "median"), "how sorted the values are"),
-    **dict.fromkeys(("argmax", "argmin"), "where the extreme values are"),
-    **dict.fromkeys(("masked_fill", "masked_scatter", "where"), "how many elements are masked"),
-    **dict.fromkeys(("cond", "while_loop", "scan"), "which branch is taken, and how often"),
-    **dict.fromkeys(_GROUPED, "how many rows each expert gets"),
-}
-_ATTENTION: Final = (
-    "scaled_dot_product_attention",
-    "flex_attention",
-    "multi_head_attention_forward",
-)
 
 
 def function_of(
@@ -251,22 +226,6 @@ class _Prefix(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(str(target))(*args, **kwargs)
-
-
-def value_remark(nodes: Sequence[fx.Node]) -> str:
-    """The remark on an operator whose time depends on values; empty for most."""
-    reasons = []
-    for node in nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        name = operator_name(node).rstrip("_")
-        if name in _REASONS:
-            reasons.append(_REASONS[name])
-        more = [*node.args[3:], *node.kwargs.values()]  # than query, key and value
-        if name in _ATTENTION and any(isinstance(value, fx.Node) for value in more):
-            reasons.append("what the attention mask hides")
-    unique = dict.fromkeys(reasons)
-    return f"time depends on values: {'; '.join(unique)}" if unique else ""
 
 
 def _is_knowable(values: Sequence[Value]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from baechi.records.device_kinds import Kernel
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import OpOverload, packet_of, writes_arguments
+from baechi.torch_support.torch_internals import OpOverload
 from baechi.tracing.pytrees import tensors_in
 
 _Args: TypeAlias = tuple[Any, ...]
@@ -60,11 +60,11 @@ _WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "ra
 
 def kernel_of(func: OpOverload, args: _Args, kwargs: _Kwargs, result: Any) -> Kernel | None:
     """The work of one call of a kernel, on fake tensors too; `None` where nothing runs."""
-    name = packet_of(func).__name__
+    name = func.overloadpacket.__name__
     given, produced = tensors_in((args, kwargs)), tensors_in(result)
     if func.is_view or not produced or name.rstrip("_") in _NOTHING:
         return None
-    writes = writes_arguments(func)
+    writes = func._schema.is_mutable
     before = {key_of(tensor.untyped_storage()) for tensor in given}
     if not writes and all(key_of(tensor.untyped_storage()) in before for tensor in produced):
         return None
@@ -128,7 +128,7 @@ def _flops(func: OpOverload, name: str, args: _Args, kwargs: _Kwargs, result: An
     for word, formula in _FORMULAS:
         if word in name:
             return formula(name, args, kwargs, tensors_in(result)[0])
-    counted: Any = flop_registry.get(packet_of(func))
+    counted: Any = flop_registry.get(func.overloadpacket)
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
 

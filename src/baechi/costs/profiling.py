@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 
-from baechi.costs.example_inputs import value_remark
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
@@ -61,7 +60,7 @@ def profile(
         traced: From `trace`, in this process.
         device: A torch device; a logical name such as `"cpu:1"` is read as its torch device.
         threads: CPU threads per operator; `None` takes torch's own number.
-        progress: Show a bar with what is being measured, and say how much is uncertain.
+        progress: Show a bar, and say how much is uncertain.
         cache: Where measured costs are kept for the next time: `True` is a file in the user's
             cache directory, a path is a file of your own, and `False` keeps nothing.
 
@@ -107,7 +106,7 @@ def _measured(
 
     def measure(key: str, before: Measured | None) -> Measured:
         bench.check_settings()
-        _, job = jobs[key]
+        job = jobs[key]
         found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
         cost = with_pass(before, found)
         if _SHARED not in cost.remark and bench.is_shared():
@@ -117,7 +116,7 @@ def _measured(
         return cost
 
     def tracked(keys: list[str], number: int) -> Iterator[str]:
-        return _tracked(keys, f"profile, pass {number + 1}", jobs, progress)
+        return _tracked(keys, f"profile, pass {number + 1}", progress)
 
     try:
         measure_all(jobs, costs, measure, tracked)
@@ -141,41 +140,25 @@ def _measured(
     return costs
 
 
-def _jobs(traced: Traced) -> dict[str, tuple[str, int | Addition]]:
-    """Distinct operators, then additions, by key, each with a name for people."""
-    jobs: dict[str, tuple[str, int | Addition]] = {}
+def _jobs(traced: Traced) -> dict[str, int | Addition]:
+    """Distinct operators, then additions, by key."""
+    jobs: dict[str, int | Addition] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
-            jobs.setdefault(op.key, (op.name, index))
-    for row in _additions(traced):
-        for addition in row:
-            name = f"adding up gradients of {addition.nbytes} bytes"
-            jobs.setdefault(addition.key, (name, addition))
-    return jobs
+            jobs.setdefault(op.key, index)
+    return jobs | {addition.key: addition for row in _additions(traced) for addition in row}
 
 
-def _tracked(
-    keys: list[str], title: str, jobs: dict[str, tuple[str, int | Addition]], progress: bool
-) -> Iterator[str]:
-    """The keys, with a progress bar that names each and says how many are left."""
+def _tracked(keys: list[str], title: str, progress: bool) -> Iterator[str]:
+    """The keys, with a progress bar on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import track
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]} left: {task.fields[op]}"),
-    )
     console = Console(stderr=True)
-    hidden = not progress or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=len(keys), op="", left=len(keys))
-        for done, key in enumerate(keys):
-            bar.update(task, op=jobs[key][0], left=len(keys) - done)
-            yield key
-            bar.advance(task)
+    if not progress or not console.is_terminal:
+        return iter(keys)
+    return iter(track(keys, title, console=console, transient=True))
 
 
 def measure_all(
@@ -276,7 +259,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
-        remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
+        remarks = filter(None, (cost.remark, uncertain))
         known = asdict(cost) | {
             "backward_ns": max(backward_ns, held[index].least_ns),
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
@@ -284,7 +267,7 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             "output_bytes": traced.made_bytes[index],
             "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
             "backward_launch_ns": launch_ns,
-            "remark": "; ".join(filter(None, remarks)),
+            "remark": "; ".join(remarks),
         }
         del known["passes"]
         rows.append(OpCost(**known))

@@ -40,7 +40,6 @@ from baechi.records.cluster import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays
 from baechi.records.placement import Placement
-from baechi.validation import check_positive
 
 # Op a, op b and a number of batches: b of batch i + number waits for a of batch i.
 Link = tuple[int, int, int]
@@ -166,7 +165,11 @@ class Unrolled:
         return Problem(source, one.cluster, one.constraints, allowed)
 
     def graph(self, one: OpGraph) -> OpGraph:
-        """The copies as values: the first has the names of `one`, copy i of an op `name@i`."""
+        """The copies as values: the first has the names of `one`, copy i of an op `name@i`.
+
+        Raises:
+            InputError: An op is named like a copy of another.
+        """
         size = len(self.arrays.times)
         names, groups = [""] * size, [""] * size
         for op, row in enumerate(one.ops):
@@ -188,7 +191,17 @@ def unrolled(
     joined: bool = False,
     segments: Sequence[Sequence[int]] | None = None,
 ) -> Unrolled:
-    """The copies of a graph as columns; the arguments are those of `unroll`."""
+    """The copies of a graph, for a step of several micro-batches.
+
+    Args:
+        graph: The graph of one micro-batch.
+        microbatches: Their number.
+        joined: Whether there is one loss for all of them, if the graph trains, in place of one for
+            each.
+        segments: The ops that run without interruption, in order: when they end, the late bytes of
+            a later batch have been added (when the last that has no lower index than their op
+            ends). By default every op is alone.
+    """
     loss = graph.n_forward if joined and graph.is_training else -1
     one = graph.explicit.arrays
     rows = [(op,) for op in range(one.ops)] if segments is None else segments
@@ -204,31 +217,6 @@ def unrolled(
     links = tuple((op, op, -1 if 0 <= loss < op else 1) for op in first)
     late = np.arange(one.tensors) >= len(graph.tensors)
     return Unrolled(one, late, microbatches, loss, links, until)
-
-
-def unroll(
-    graph: OpGraph,
-    microbatches: int,
-    *,
-    joined: bool = False,
-    segments: Sequence[Sequence[int]] | None = None,
-) -> OpGraph:
-    """The graph of a step of several micro-batches.
-
-    Args:
-        graph: The graph of one micro-batch.
-        microbatches: Their number.
-        joined: Whether there is one loss for all of them, if the graph trains, in place of one for
-            each.
-        segments: The ops that run without interruption, in order: when they end, the late bytes of
-            a later batch have been added (when the last that has no lower index than their op
-            ends). By default every op is alone.
-
-    Raises:
-        InputError: The number is not positive, or an op is named like a copy of another.
-    """
-    check_positive(microbatches, "microbatches")
-    return unrolled(graph, microbatches, joined=joined, segments=segments).graph(graph.explicit)
 
 
 def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], ...]:

@@ -10,12 +10,9 @@ docs/runtime.md defines the terms: lane, segment, tape, phase, and what runs for
 that stay inside one tape are not part of the program.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias, final
-
-from baechi.errors import InputError
-from baechi.validation import check_counts
 
 
 @final
@@ -167,35 +164,6 @@ class Program:
     def is_training(self) -> bool:
         """True if it goes backward."""
         return any(row.backward for phase in self.phases for row in phase.segments)
-
-    def order(self, launch: Sequence[int]) -> tuple[int, ...]:
-        """A placement's order as the program runs it, for `simulate`.
-
-        Devices alternate as in the placement; inside a segment its own order holds, and forward
-        ops come before the loss.
-
-        Args:
-            launch: The placement's order.
-
-        Raises:
-            InputError: It is not an order of the program's operators.
-        """
-        launch = check_counts(launch, "the order")
-        n = len(self.names)
-        last = max((n - 1, *self.twins, *(tape.again for tape in self.tapes)))
-        if sorted(launch) != list(range(len(launch))) or len(launch) <= last:
-            raise InputError(
-                f"the order has {len(launch)} operators; give that of the placement that this "
-                f"program runs, which has each of 0 to {last} once."
-            )
-        order = sorted(launch, key=lambda op: (op > n) - (op < n))
-        rank = {op: i for i, op in enumerate(order)}
-        for phase in self.phases:
-            for segment in phase.segments:
-                ops = list(self.ops_of(segment))
-                for op, place in zip(ops, sorted(rank[op] for op in ops), strict=True):
-                    order[place] = op
-        return tuple(order)
 
     def ops_of(self, segment: Segment) -> Iterator[int]:
         """Operators of the graph that a segment runs, in order."""

@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from string import Template
 from typing import Any, Final, final
 
@@ -28,51 +29,7 @@ from baechi.units import format_bytes, format_ns
 
 _ROWS: Final = 15  # in each table of the slowest ops and the largest transfers
 
-_PAGE: Final = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { --ink: #1f2328; --soft: #59636e; --page: #ffffff; --card: #f6f8fa; --line: #d1d9e0; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9198a1; --page: #0d1117; --card: #151b23; --line: #3d444d; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-       max-width: 1400px; margin: 0 auto; padding: 1.5rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
-p { margin: .2rem 0; } .soft { color: var(--soft); font-size: .9rem; }
-table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; color: var(--soft); }
-th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
-         vertical-align: top; overflow-wrap: anywhere; }
-td:first-child, td:has(.bar) { white-space: nowrap; overflow-wrap: normal; }
-.n { text-align: right; white-space: nowrap; }
-.bar { display: inline-block; width: 9rem; height: .7rem; background: var(--card);
-       border: 1px solid var(--line); vertical-align: middle; }
-.bar > i { display: block; height: 100%; }
-.key { display: inline-block; width: .8rem; height: .8rem; border-radius: 50%;
-       vertical-align: -.08rem; margin-right: .4rem; }
-details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-pre { white-space: pre-wrap; margin: 0; font-size: .85rem; }
-.wide { overflow-x: auto; } .wide td:nth-child(6) { min-width: 14rem; }
-</style>
-<script>$plotly</script></head><body>
-<h1>$title</h1>
-$body
-<script>
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-function paint() {
-  const ink = dark.matches ? "#e6edf3" : "#1f2328", card = dark.matches ? "#151b23" : "#ffffff";
-  const change = {"font.color": ink, "hoverlabel.bgcolor": card, "hoverlabel.font.color": ink,
-                  "hoverlabel.align": "left"};
-  for (const figure of document.querySelectorAll(".plotly-graph-div"))
-    Plotly.relayout(figure, change);
-}
-paint();
-dark.addEventListener("change", paint);
-</script></body></html>
-""")
+_PAGE: Final = Path(__file__).with_name("page.html")
 
 
 @final
@@ -131,31 +88,18 @@ def write_html(path: str | os.PathLike[str], plan: Plan, *, title: str = "") -> 
 
     model = plan.traced.name if plan.traced is not None else "a graph"
     heading = title or f"Baechi: {model} on {len(plan.devices)} devices"
-    text = _PAGE.substitute(title=escape(heading), plotly=get_plotlyjs(), body=_body(plan))
+    tables = (f"\n<h2>{name}</h2>\n{_table(head, rows)}" for name, head, rows in comparison(plan))
+    text = Template(_PAGE.read_text(encoding="utf-8")).substitute(
+        title=escape(heading),
+        plotly=get_plotlyjs(),
+        summary="\n".join(f"<p>{escape(line)}</p>" for line in summary(plan)),
+        devices=_devices(plan),
+        comparison="".join(tables),
+        graph=_figure(graph_figure(plan.one), "graph"),
+        time=_figure(time_figure(plan), "time"),
+        details="\n".join(_details(plan)),
+    )
     write_whole(path, text)
-
-
-def _body(plan: Plan) -> str:
-    parts = [f"<p>{escape(line)}</p>" for line in summary(plan)]
-    parts += ["<h2>Devices</h2>", _devices(plan)]
-    for title, header, rows in comparison(plan):
-        parts += [f"<h2>{title}</h2>", _table(header, rows)]
-    parts += [
-        "<h2>The graph by device</h2>",
-        '<p class="soft">A point is an op, larger when it takes longer; forward runs to the right, '
-        "backward runs back below it. Dotted lines are tensors sent to another device, in the "
-        "color of the one that sends; faint ones stay on theirs. What backward keeps of forward is "
-        "not drawn. Drag to zoom, double-click to return.</p>",
-        _figure(graph_figure(plan.one), "graph"),
-        "<h2>The step over time</h2>",
-        '<p class="soft">Backward ops are paler. A transfer stands in the lane of the device that '
-        "receives it and has the color of the one that sends it; a launch stands in the lane of "
-        "its host and has the color of its device. Both pictures zoom together.</p>",
-        _figure(time_figure(plan), "time"),
-        "<h2>Details</h2>",
-        *_details(plan),
-    ]
-    return "\n".join(parts)
 
 
 def _figure(figure: Any, name: str) -> str:

@@ -138,7 +138,7 @@ class Executable:
         self._trainable = [p for p in bound.parameters if p.requires_grad]
         self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
-        self.attributes = module.attributes.outside(leaves)
+        self.attributes = module.attributes
         self.observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 

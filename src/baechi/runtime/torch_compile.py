@@ -10,16 +10,16 @@ then puts random states back. So a mode's first step is made by one thread, whic
 threads as a worker; else draws of others got lost.
 
 Errors of generated and compiled code name the operator and the model's own line (`located`).
-Forward, the error's traceback shows the line of the generated code. Backward has no Python of the
-model's; but while torch detects anomalies, each autograd node keeps the line that made it.
+Forward, the error's traceback shows the line of the generated code. Backward there is none: the
+error names the first and the last operator, and while torch detects anomalies, torch's own warning
+has the line of the generated code, which begins with the operator's name.
 """
 
 import linecache
-import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +27,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, Node
 
 from baechi.errors import ExecutionError, InputError
 from baechi.torch_support.torch_devices import kernel_choices, torch_threads
@@ -39,6 +38,7 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name
+from baechi.tracing.guards import Autocast
 from baechi.tracing.observers import observers_in
 from baechi.validation import check_is
 
@@ -191,10 +191,7 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
     return (
         differentiate,
         torch.is_inference_mode_enabled(),
-        tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ),
+        Autocast.current(),
         tuple((t.shape, t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
         tuple(parameter.requires_grad for parameter in parameters),
         kernel_choices(),
@@ -217,57 +214,22 @@ def compiling(threads: int | None) -> Iterator[None]:
         yield
 
 
-# A line of a traceback that torch has kept as text: in generated code, and what is there.
-_GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')
-
-
-@contextmanager
-def running_node(ends: Iterable[GradientEdge]) -> Iterator[list[Node]]:
-    """A list that holds the running autograd node while a backward from `ends` runs inside.
-
-    It costs as much as a small kernel for each node.
-    """
-    running: list[Node] = []
-    handles = []
-    waiting = [edge.node for edge in ends]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-
-        def note(_: Any, node: Node = node) -> None:
-            running[:] = [node]
-
-        handles.append(node.register_prehook(note))
-        following = {n for n, _ in node.next_functions if n is not None and n.next_functions}
-        waiting += following - seen
-        seen |= following
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def located(
     error: Exception,
     nodes: Sequence[fx.Node],
     function: Callable[..., Any],
     device: int,
-    backward: Sequence[Node] = (),
 ) -> ExecutionError:
-    """The error of a tape's function with the operator that was running and the model's own line.
+    """The error of a tape's function, which runs these nodes, with the operator that was running.
 
-    `nodes` are those that the function runs, and `backward` has the autograd node that was running,
-    if that is known.
+    It has the model's own line, too.
     """
     nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     node = nodes[0] if len(nodes) == 1 else _running(error, nodes, function)
-    if node is None and backward:
-        node = _made_by(backward[0], nodes, function)
     if node is None:
         where = (
             f"one of {len(nodes)} operators from {op_name(nodes[0])} to {op_name(nodes[-1])} "
-            "(run it under torch.autograd.set_detect_anomaly(True) to see which)"
+            "(under torch.autograd.set_detect_anomaly(True) a warning shows its generated line)"
         )
     else:
         where = op_and_line(node)
@@ -295,17 +257,3 @@ def _running(
         elif "eval_with_key" in frame.f_code.co_filename:
             return by_name.get(line.split("=")[0].split(":")[0].strip())
     return None
-
-
-def _made_by(
-    backward: Node, nodes: Sequence[fx.Node], function: Callable[..., Any]
-) -> fx.Node | None:
-    """The node whose generated line made an autograd node, if torch has kept the traceback."""
-    if isinstance(function, CompiledTape):
-        function = function.generated
-    own = function.__code__.co_filename
-    by_name = {node.name: node for node in nodes}
-    metadata: Any = backward.metadata
-    lines = map(_GENERATED.search, metadata.get("traceback_", ()))
-    names = (line[2] for line in lines if line is not None and line[1] == own)
-    return next((by_name[name] for name in names if name in by_name), None)

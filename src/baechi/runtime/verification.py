@@ -8,10 +8,9 @@ order.
 
 import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
@@ -24,7 +23,6 @@ from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.observers import without_observers
-from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.workarounds import compact
 
@@ -39,6 +37,8 @@ _WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _Key = tuple[fx.Node, int, bool]
 _Note = Callable[[_Key, torch.Tensor], None]
 
+# When a value was made, forward or then backward, and how it differs.
+_Difference = tuple[tuple[int, int], str]
 # Outputs, gradients and buffers of a step by name, in this order.
 _Outcome = dict[str, torch.Tensor | None]
 
@@ -62,11 +62,10 @@ class Unsplit:
         return value.to(home)
 
 
-def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool = False) -> None:
+def verify(unsplit: Unsplit, executable: Executable, call: Call) -> None:
     """Compare a step of the placed model with one of the unsplit model.
 
     Gradients, buffers and the random state stay as they were, and the call's arguments are copied.
-    `every` compares every operator, also where the step is the same.
 
     Raises:
         ExecutionError: An output, a gradient or a buffer differs; names the first operator.
@@ -82,14 +81,7 @@ def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool 
         without_observers(unsplit.model),
         without_observers(executable.module.model),
     ):
-        _Verification(unsplit, executable, call).run(every)
-
-
-class _Difference(NamedTuple):
-    """A difference in words, and its rank: the lowest came first."""
-
-    rank: tuple[int, int]
-    text: str
+        _Verification(unsplit, executable, call).run()
 
 
 @final
@@ -115,20 +107,20 @@ class _Verification:
         self.seeds: dict[str, int] = {}  # of operators that draw, where their order differs
         self._values: dict[_Key, torch.Tensor] = {}  # of the unsplit run, operator by operator
 
-    def run(self, every: bool) -> None:
+    def run(self) -> None:
         """Compare, and name what differs."""
         hooks = [gradient_hooks(parameter) for parameter in self._model.parameters()]
         own = [(rows, dict(rows)) for rows in hooks if rows]
         for rows, _ in own:
             rows.clear()  # the copy has none
         try:
-            self._compare(every)
+            self._compare()
         finally:
             self._put_back()
             for rows, before in own:
                 rows.update(before)
 
-    def _compare(self, every: bool) -> None:
+    def _compare(self) -> None:
         expected = self._step(self._eager)
         text = ""
         if self._draws and self._is_drawn_elsewhere():
@@ -139,27 +131,25 @@ class _Verification:
             self.seeds = {name: (self._seed + i) % 2**63 for i, name in draws}
         else:
             text = _difference(expected, self._step(self._executable))
-            if not text and not every:
+            if not text:
                 return
         alone = self._step(self._traced())
         found: list[_Difference] = []
         with self._executable.running(lambda bound: self._compared(bound, found)):
             placed = self._step(self._executable)
-        first = self._first(found, alone, placed)
         text = text or _difference(alone, placed)
-        if first is None and not text:
+        if not found and not text:
             return
-        found = []
-        again = self._step(self._traced(found))
-        unstable = self._first(found, alone, again)
-        if unstable is not None and (first is None or unstable.rank <= first.rank):
+        again: list[_Difference] = []
+        self._step(self._traced(again))
+        if again and (not found or min(again)[0] <= min(found)[0]):
             raise ExecutionError(
                 f"the placed {self._name} differs from the unsplit one ({text}), and the unsplit "
-                f"one differs from itself: {unstable.text} the second time. Its result depends on "
+                f"one differs from itself: {min(again)[1]} the second time. Its result depends on "
                 "more than its inputs; verify it with a fixed seed and without such state."
             )
         untrue = "" if self.seeds else _difference(expected, alone)
-        raise self._untrue(untrue) if first is None and untrue else self._differs(first, text)
+        raise self._untrue(untrue) if untrue and not found else self._differs(found, text)
 
     def _is_drawn_elsewhere(self) -> bool:
         """True if random numbers are drawn in another order than on the unsplit model.
@@ -187,15 +177,10 @@ class _Verification:
             "that tracing does not see; make it an argument or a buffer."
         )
 
-    def _differs(self, first: _Difference | None, text: str) -> ExecutionError:
-        where = (
-            "though no operator does where they run one by one, so they are not independent of "
-            "when or beside what they run"
-            if first is None
-            else f"first at {first.text}"
-        )
+    def _differs(self, found: list[_Difference], text: str) -> ExecutionError:
+        first = f", first at {min(found)[1]}" if found else ""
         return ExecutionError(
-            f"the placed {self._name} differs from the unsplit one, {where} "
+            f"the placed {self._name} differs from the unsplit one{first} "
             f"({text or 'a value has another result'}). An operator "
             "that depends on its device, its thread or on what ran before cannot be split off: "
             "keep it on the model's own device with constraints, or make it a function of its "
@@ -278,69 +263,12 @@ class _Verification:
             if key not in self._values or (called.startswith(_UNWRITTEN) and not is_gradient):
                 return
             text = _distance(self._values[key], tensor)
-            if text and is_gradient:
-                what = f"the gradient of {op_name(node)}{where}"
-                found.append(self._backward(self._readers(node), node, what, text))
-            elif text:
-                found.append(
-                    _Difference((0, self._rank[node]), f"{op_and_line(node)}{where}: {text}")
-                )
+            if text:
+                rank = (1, -self._rank[node]) if is_gradient else (0, self._rank[node])
+                what = "the gradient of " if is_gradient else ""
+                found.append((rank, f"{what}{op_and_line(node)}{where}: {text}"))
 
         return compare
-
-    def _first(
-        self, found: list[_Difference], expected: _Outcome, actual: _Outcome
-    ) -> _Difference | None:
-        """The first difference, those of the gradients of parameters and arguments included."""
-        rows = list(found)
-        for name, nodes in self._leaves().items():
-            what = f"the gradient of {name}"
-            one, two = expected.get(what), actual.get(what)
-            text = "" if one is None or two is None else _distance(one, two)
-            if text and nodes:
-                # A submodule that stays whole computes the gradients of its own parameters.
-                pairs = ([n] if n.op == "call_module" else self._readers(n) for n in nodes)
-                readers = sorted({n for pair in pairs for n in pair}, key=self._rank.__getitem__)
-                rows.append(self._backward(readers, nodes[0], what, text))
-        return min(rows, key=lambda row: row.rank, default=None)
-
-    def _leaves(self) -> dict[str, list[fx.Node]]:
-        """The nodes of each argument and parameter; of some parameters the submodule with them."""
-        root = self._module.graph_module
-        nodes: dict[Any, list[fx.Node]] = defaultdict(list)
-        for node in self._rank:
-            if node.op == "get_attr":
-                nodes[attribute(root, str(node.target))].append(node)
-            elif node.op == "call_module":
-                for parameter in root.get_submodule(str(node.target)).parameters():
-                    nodes[parameter].append(node)
-        inputs = root.graph.find_nodes(op="placeholder")
-        names = zip(self._module.call.names, inputs, strict=True)
-        given = {f"argument {name}": [node] for name, node in names}
-        return given | {name: nodes[p] for name, p in self._model.named_parameters()}
-
-    def _readers(self, node: fx.Node) -> list[fx.Node]:
-        """The operators whose backwards compute the gradient of a node's value."""
-
-        def passes_on(row: fx.Node) -> bool:  # a dropout that drops nothing has no backward
-            facts = self._facts.get(row)
-            if facts is None or facts.writes or not any(v.requires_grad for v in facts.values):
-                return False
-            return not any((row, leaf, True) in self._values for leaf in range(len(facts.values)))
-
-        rows = list(node.users)
-        for row in rows:  # which grows
-            rows += row.users if passes_on(row) else ()
-        known = {row for row in rows if row.name in self.operators and not passes_on(row)}
-        return sorted(known, key=self._rank.__getitem__)
-
-    def _backward(
-        self, readers: Sequence[fx.Node], node: fx.Node, what: str, text: str
-    ) -> _Difference:
-        first = readers[0] if readers else node
-        names = " or of ".join(map(op_and_line, readers))
-        makers = f"the backward of {names}" if names else "what the caller's loss gives"
-        return _Difference((1, -self._rank[first]), f"{makers}, which makes {what}: {text}")
 
 
 @final

@@ -6,14 +6,13 @@ Everything private of `torch.fx.experimental` that Baechi uses stands here, seen
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Term: TypeAlias = "sympy.Basic"
 
 _SCOPE: Final = {"math": math, "min": min, "max": max, "torch": torch, "__builtins__": {}}
 

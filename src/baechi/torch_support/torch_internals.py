@@ -343,16 +343,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def packet_of(operator: OpOverload) -> Any:
-    """The operator without its overload, such as `torch.ops.aten.mm`."""
-    return operator._overloadpacket
-
-
-def writes_arguments(operator: OpOverload) -> bool:
-    """True if the operator's schema says that it writes to one of its arguments."""
-    return bool(operator._schema.is_mutable)
-
-
 def has_own_operators(kind: Any) -> bool:
     """True if a class of tensors overrides torch's functions (`__torch_function__`)."""
     own = kind.__torch_function__

@@ -261,8 +261,8 @@ def _ops(
                 workspace = max(workspace, gathered[own] - made)
                 reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
         elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
-            scalars = (tensor.nbytes for tensor in traced.tensors if _is_own_loss(tensor))
-            persistent = max(scalars, default=0)
+            rows = (t for t in traced.tensors if t.scalar and t.kept and t.differentiable)
+            persistent = max((t.nbytes for t in rows), default=0)
         yield replace(
             row,
             time_ns=time_ns,
@@ -335,10 +335,6 @@ def _mirror(
     ]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None, phase="loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
-
-
-def _is_own_loss(tensor: TracedTensor) -> bool:
-    return tensor.scalar and tensor.kept and tensor.differentiable
 
 
 def _enters_loss(traced: TracedOperators, tensor: TracedTensor) -> bool:

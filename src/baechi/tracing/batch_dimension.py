@@ -178,7 +178,7 @@ class _Rows:
 
     def _visit(self, node: fx.Node) -> None:
         """Follow what a node does to the samples."""
-        given = [argument for argument in node.all_input_nodes if self._batched(argument)]
+        given = [arg for arg in node.all_input_nodes if set(self._dims[arg]) - {None}]
         origins = [self._tainted[arg] for arg in node.all_input_nodes if arg in self._tainted]
         if operator_name(node) in _SHAPES:
             return
@@ -193,9 +193,6 @@ class _Rows:
                 self._refuse(origins[0], f"and {op_and_line(node)} reads that for every sample")
         elif given and dims and all(dim is None for dim in dims) and not self._is_item(node):
             self._tainted[node] = node
-
-    def _batched(self, node: fx.Node) -> bool:
-        return any(dim is not None for dim in self._dims[node])
 
     def _is_item(self, node: fx.Node) -> bool:
         """True if it is one of several values, and not `x[...]` of a tensor."""

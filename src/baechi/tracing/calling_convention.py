@@ -31,8 +31,8 @@ from baechi.tracing.pytrees import (
 )
 
 _TAKEN_APART = (
-    "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
-    "with torch.utils._pytree; pass and return those."
+    "Tensors are found in tuples, lists, dicts, named tuples, dataclasses without slots and what "
+    "is registered with torch.utils._pytree; pass and return those."
 )
 # Whether what this thread runs of a model is for Baechi, which traces or has a worker there: then
 # the model and its parts run as they are, though they are placed.

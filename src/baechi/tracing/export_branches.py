@@ -235,6 +235,10 @@ class Questions:
         """Note a question and its answer."""
         self._answers[node] = answer
 
+    def is_argument(self, node: fx.Node) -> bool:
+        """True if it is one of the tensors among the arguments of a call."""
+        return node in self._arguments
+
     def needs_arguments(self, node: fx.Node | None = None) -> bool:
         """True if it, or a question, depends on arguments, and not on their sizes alone."""
         return node in self._with_arguments if node else bool(self._plans[True])
@@ -313,14 +317,12 @@ class KnownValues(TorchFunctionMode):
     def answers(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's value is known; records that the caller relies on it.
 
-        Of what depends on arguments this is said of flags: those are masks, which forward drops if
-        they are all true, while other values would be looked at for warnings alone.
+        Not of integers among the arguments: these would be looked at for warnings alone, while
+        forward drops masks of flags, and of what it computes, that mask nothing.
         """
         row = self._row(tensor)
         known = row is not None and (
-            tensor.dtype is torch.bool
-            or row[2] is None
-            or not self.questions.needs_arguments(row[2])
+            tensor.dtype is torch.bool or row[2] is None or not self.questions.is_argument(row[2])
         )
         self.answered |= known
         return known

@@ -150,7 +150,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
         # Layers ask both to choose torch's fused kernels, which an eager run takes.
         replace(torch.overrides, "has_torch_function", _overridden)
-        replace(*TRACER_CHECK, _untraced)
+        replace(*TRACER_CHECK, lambda _: False)
         replace(inference_mode, "__enter__", _enter_no_grad)
         replace(inference_mode, "__exit__", _exit_no_grad)
         replace(torch, "is_grad_enabled", partial(_grad_enabled, mode))
@@ -242,11 +242,6 @@ def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:
     """False to torch's layers: the tracer is no override."""
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return not str(caller).startswith("torch.nn.modules.") and own(tensors)
-
-
-def _untraced(own: Callable[[], bool]) -> bool:
-    del own
-    return False
 
 
 def _saving(own: Callable[[Any], Any], hooks: Any) -> Any:

@@ -299,7 +299,9 @@ class Family:
         if not self.carries(call):
             return None
         carrying = self.carrying(call)
-        alike = differing(self.call, carrying) is not None or self._is_beyond(carrying)
+        known = bool(self._beyond) and _signature(carrying) in self._beyond
+        alike = differing(self.call, carrying) is not None
+        alike = alike or (known and _changes(self.call, carrying, layouts=False) is not None)
         values = self.values(carrying) if alike else None
         return values if values is not None and self.answers(carrying) else None
 
@@ -352,10 +354,6 @@ class Family:
         values = self.beyond(call)
         if values is not None:
             self._beyond[_signature(call)] = values
-
-    def _is_beyond(self, call: Call) -> bool:
-        known = bool(self._beyond) and _signature(call) in self._beyond
-        return known and _changes(self.call, call, layouts=False) is not None
 
     def holds(self, values: Sequence[int]) -> bool:
         """True if the guards hold where the symbols have these values."""

@@ -175,19 +175,16 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
 
 
 def _same_row(one: Any, other: Any) -> bool:
-    held = [row[1] for row in (one, other)]
-    if all(isinstance(each, torch.Tensor) for each in held):
+    mine, theirs = one[1], other[1]
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         try:
-            if held[0] is not held[1] and not _are_equal(*held):
+            alike = mine.dtype == theirs.dtype and not mine.requires_grad
+            if mine is not theirs and not (alike and torch.equal(mine, theirs)):
                 return False
         except RuntimeError:  # on meta, or elsewhere
             return False
         one, other = ((row[0], *row[2:]) for row in (one, other))
     return type(one) is type(other) and repr(one) == repr(other)
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and not one.requires_grad and torch.equal(one, other)
 
 
 def _held(module: fx.GraphModule, node: fx.Node) -> Any:

@@ -228,14 +228,10 @@ def _gives_what_it_gets(cast: fx.Node) -> bool:
     if any(value not in (None, False, torch.preserve_format) for value in asked):
         return False
     (before,) = cast.all_input_nodes
-    forms = [_form(node.meta.get("val")) for node in (before, cast)]
-    return forms[0] is not None and forms[0] == forms[1]
-
-
-def _form(value: Any) -> tuple[Any, ...] | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value.dtype, value.device, value.layout
+    values: list[Any] = [node.meta.get("val") for node in (before, cast)]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    return len({(value.dtype, value.device, value.layout) for value in values}) == 1
 
 
 _PYTHONS: Final = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})

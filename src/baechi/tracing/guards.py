@@ -229,7 +229,8 @@ class Attributes:
         if isinstance(owner, dict):
             self._records += [(path, owner, name, value) for name, value in found.items()]
         for name, value in values.items():
-            if id(value) in seen or not (name in found or _holds_others(value)):
+            nested = isinstance(value, list | tuple | dict) and not _is_plain(value)
+            if id(value) in seen or not (name in found or nested):
                 continue
             seen.add(id(value))
             title = f"{path}.{name}".lstrip(".")
@@ -244,34 +245,31 @@ class Attributes:
             self._names += [_Names(title, value)] if own is not value else []
             self._look_into(title, own, inner, seen)
 
-    def settled(self) -> "Attributes":
-        """These without the ones that have changed since, which forward sets itself."""
-        rows = [(row, {} if row.holds() else row.changed()) for row in self._rows]
-        return self._with(
-            (
-                _Row(row.path, row.owner, kept) if changed else row
-                for row, changed in rows
-                if (kept := [name for name in row.names if name not in changed])
-            ),
-            (_Names(row.path, row.module) for row in self._names),
-            (row for row in self._records if row[1].get(row[2]) is row[3]),
-        )
+    def settled(self, leaves: Iterable[nn.Module] = ()) -> "Attributes":
+        """These without the ones that have changed since, which forward sets itself.
+
+        And without those of submodules that stay whole: their Python reads what is there.
+        """
+        modules = [module for leaf in leaves for module in leaf.modules()]
+        whole = {id(owner) for module in modules for owner in (module, vars(module))}
+        found = object.__new__(Attributes)
+        found._rows, found._lengths = [], []
+        for row in (row for row in self._rows if id(row.owner) not in whole):
+            changed = {} if row.holds() else row.changed()
+            kept = [name for name in row.names if name not in changed]
+            if kept:
+                found._rows.append(_Row(row.path, row.owner, kept) if changed else row)
+        names = (row for row in self._names if id(row.module) not in whole)
+        found._names = [_Names(row.path, row.module) for row in names]
+        records = (row for row in self._records if id(row[1]) not in whole)
+        found._records = [row for row in records if row[1].get(row[2]) is row[3]]
+        return found
 
     def set_since(self) -> set[tuple[int, str]]:
         """The attributes that are not as they were, each by the id of its owner and its name."""
         return {
             (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
         }
-
-    def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
-        """These without those of submodules that stay whole: their Python reads what is there."""
-        modules = [module for leaf in leaves for module in leaf.modules()]
-        whole = {id(owner) for module in modules for owner in (module, vars(module))}
-        return self._with(
-            (row for row in self._rows if id(row.owner) not in whole),
-            (row for row in self._names if id(row.module) not in whole),
-            (row for row in self._records if id(row[1]) not in whole),
-        )
 
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
@@ -326,14 +324,6 @@ class Attributes:
                 return f"{title} was {was} and is {names.own[name]!r}"
         return ""
 
-    def _with(
-        self, rows: Iterable[_Row], names: Iterable[_Names], records: Iterable[_Record]
-    ) -> "Attributes":
-        found = object.__new__(Attributes)
-        found._rows, found._names, found._records = list(rows), list(names), list(records)
-        found._lengths = []
-        return found
-
 
 def _own(module: nn.Module) -> list[str]:
     return [name for name, v in vars(module).items() if name not in _OF_TORCH and _is_plain(v)]
@@ -354,10 +344,6 @@ def _is_record(value: Any, depth: int = 3) -> bool:
     return callable(getattr(kind, "to_dict", None)) or (
         depth > 0 and all(_is_plain(v) or _is_record(v, depth - 1) for v in vars(value).values())
     )
-
-
-def _holds_others(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and not _is_plain(value)
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:

@@ -57,6 +57,7 @@ from baechi.tracing.side_effects import (
     buffers_kept,
     unchanged,
 )
+from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 
 
@@ -363,8 +364,9 @@ def _lowered(
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
     kept = _kept(call, facts)
+    whole = opaque_leaves(captured.module, captured.module.graph.nodes).values()
     # Forward sets some attributes itself, whose values do not count.
-    attributes = before.settled()
+    attributes = before.settled(whole)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions)
 

@@ -35,10 +35,8 @@ def is_container(value: Any) -> bool:
 
 def _can_hold(value: Any) -> bool:
     """True if the value can hold others, which `_contents` returns."""
-    if isinstance(value, _CONTAINERS):  # a subclass may have attributes beside its items
-        return False
-    slotted = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if not (slotted or hasattr(value, "__dict__")):
+    # A subclass of a container may have attributes beside its items; slots are not looked into.
+    if isinstance(value, _CONTAINERS) or not hasattr(value, "__dict__"):
         return False
     try:
         object.__new__(type(value))
@@ -51,10 +49,7 @@ def _contents(value: Any) -> tuple[Labels, tuple[Any, ...]]:
     """The current contents of an object: labels, and the values themselves."""
     if isinstance(value, _SEQUENCES):
         return tuple(range(len(value))), tuple(value)
-    own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if own is None:  # a dataclass with slots
-        names = (field.name for field in dataclasses.fields(value))
-        own = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    own = value if isinstance(value, dict) else vars(value)
     return tuple(own), tuple(own.values())
 
 
@@ -73,14 +68,9 @@ def _refill(value: Any, labels: Labels, values: Sequence[Any]) -> None:
         value.clear()
         value.extend(values)
         return
-    named = zip(labels, values, strict=True)
-    own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if own is None:
-        for name, attribute in named:
-            object.__setattr__(value, name, attribute)
-    else:
-        own.clear()
-        own.update(named)
+    own = value if isinstance(value, dict) else vars(value)
+    own.clear()
+    own.update(zip(labels, values, strict=True))
 
 
 Change = tuple[int, Labels, tuple[Any, ...]]  # of an object, by its number
@@ -153,9 +143,9 @@ class _Again:
     number: int
 
 
-_OWN: Final = (_Again, Number)
 _PLAIN: Final = (
-    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, *_OWN),
+    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, _Again),
+    Number,
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     torch.SymInt,  # of a trace with symbolic sizes, which refuses what it cannot compute
 )
@@ -318,9 +308,8 @@ def _is_object(value: Any) -> bool:
 
 def _is_plain_object(value: Any) -> bool:
     """True if the object is nothing but its contents: a list, a dict, a dataclass."""
-    return is_container(value) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, (type, *_OWN, *_CONTAINERS))
-    )
+    record = dataclasses.is_dataclass(value) and hasattr(value, "__dict__")
+    return is_container(value) or (record and not isinstance(value, (type, *_CONTAINERS)))
 
 
 MARK: Final = object()  # in place of a tensor or a constant

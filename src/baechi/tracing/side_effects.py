@@ -116,18 +116,12 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
                 holder.extend(own.values())
 
 
-def _registered(module: nn.Module) -> list[dict[str, Any]]:
-    """Its parameters, buffers and submodules."""
-    submodules, parameters, buffers = state_of(module)
-    return [parameters, buffers, submodules]
-
-
 def _state_of(module: nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _snapshot(module: nn.Module) -> tuple[list[dict[str, Any]], set[str], dict[str, Any]]:
-    rows = [dict(row) for row in _registered(module)]
+    rows = [dict(row) for row in state_of(module)]
     return rows, set(module._non_persistent_buffers_set), vars(module).copy()
 
 
@@ -139,7 +133,7 @@ def _restore(module: nn.Module, before: tuple[Any, ...], known: set[int]) -> lis
     """
     rows, volatile, attributes = before
     made: list[str] = []
-    for now, then in zip(_registered(module), rows, strict=True):
+    for now, then in zip(state_of(module), rows, strict=True):
         for name, value in now.items():
             if value is then.get(name):
                 continue
@@ -281,7 +275,7 @@ def fakes_removed(model: nn.Module) -> Iterator[None]:
 
     Except parameters, buffers and submodules that forward makes: `unchanged` reports these.
     """
-    known = {id(row) for module in model.modules() for row in _registered(module)}
+    known = {id(row) for module in model.modules() for row in state_of(module)}
     rows = [row for row in (*_holders(model), *_tables(model)) if id(row) not in known]
     before = [(holder, dict(_entries(holder))) for holder in rows]
     caches = [(row, row.cache_info().misses) for row in _cached_functions(rows)]

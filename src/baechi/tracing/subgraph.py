@@ -43,7 +43,7 @@ def extract(
     *,
     apart: frozenset[fx.Node] = frozenset(),
     exits: Sequence[tuple[fx.Node, int, fx.Node | None]] = (),
-    device: torch.device | None = None,
+    device: torch.device,
     leaves: Mapping[str, torch.nn.Module] | None = None,
     boxed: bool = False,
     again: bool = False,
@@ -60,7 +60,7 @@ def extract(
             adds the gradient of a reader at that program position up in its turn; the alias is
             made before `next` runs, or at the end. Sorted by position.
         device: Where the function runs: factories such as `arange` allocate there, and on a GPU
-            the host checks truth values. `None` leaves all as traced.
+            the host checks truth values.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
         boxed: Whether the function takes its inputs in a list.
         again: Whether it runs again, so that observers see no graph: it is not the one of the
@@ -99,8 +99,7 @@ def extract(
             copy_of[node, None] = copy = graph.node_copy(node, argument)
             if isinstance(node.target, Observer):
                 _detach(copy, node, set() if again else inside)
-            if device is not None:
-                _run_on(copy, device)
+            _run_on(copy, device)
     leave(None)
     graph.output((*(copy_of[node, None] for node in outputs), *left))
     called = opaque_leaves(module, nodes) if leaves is None else dict(leaves)

@@ -49,7 +49,6 @@ from baechi.torch_support.torch_internals import (
     export_mode,
     fake_kernels,
     held_function,
-    packet_of,
     track_tensor_tree,
 )
 
@@ -204,7 +203,7 @@ def resized_by_symbols(target: Any, arguments: Mapping[str, Any]) -> Any:
     if sizes is None:
         sizes = [math.floor(size * scale) for size, scale in zip(spatial, scales, strict=True)]
     each = [None] * len(spatial) if scales is None else scales
-    return packet_of(target).default(image, sizes, *given.values(), *each)
+    return target.overloadpacket.default(image, sizes, *given.values(), *each)
 
 
 # Whose fake kernels know nothing of autocast.

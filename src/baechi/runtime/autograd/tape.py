@@ -10,7 +10,7 @@ settled once, by `binding`; here values are only moved.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.step import CutTensor, Recomputation, Record, Step
-from baechi.runtime.torch_compile import CompiledTape, located, running_node
+from baechi.runtime.torch_compile import CompiledTape, located
 from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
 
 
@@ -311,14 +311,11 @@ class TapeCode:
         if not outputs or not inputs:
             return
         kept = step.keep and isinstance(self.function, CompiledTape)
-        watch: AbstractContextManager[Any] = nullcontext(())
-        if torch.is_anomaly_enabled():
-            watch = running_node(outputs)
         try:
-            with keeping_graphs() if kept else nullcontext(), watch as running:
+            with keeping_graphs() if kept else nullcontext():
                 found = gradients(outputs, seeds, inputs, keep=step.keep)
         except Exception as error:
-            raise located(error, self.nodes, self.function, self.device, running) from error
+            raise located(error, self.nodes, self.function, self.device) from error
         for (slot, alone), gradient in zip(targets, found, strict=True):
             step.grads[slot] = compact(gradient) if alone else gradient
 

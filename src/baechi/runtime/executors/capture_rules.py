@@ -35,6 +35,9 @@ _ASKING: Final = (
     *("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "multinomial", "histc"),
     *("_assert_async", "_assert_scalar", "tolist", "linalg_inv", "linalg_cholesky"),
     *("linalg_solve", "linalg_eigh", "linalg_eig", "linalg_svd", "svd", "cholesky", "inverse"),
+    *("linalg_lu_factor", "linalg_ldl_factor", "linalg_tensorinv", "linalg_tensorsolve"),
+    *("linalg_eigvals", "linalg_eigvalsh", "_linalg_eigh", "_linalg_svd", "linalg_svdvals"),
+    *("linalg_pinv", "linalg_matrix_rank", "linalg_lstsq"),  # whose parts check for errors
     *("ctc_loss", "_ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
 )
 _SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among the arguments
