@@ -78,7 +78,7 @@ def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
             build=partial(_gpt2, 8, quick=quick),
             devices=2,
             microbatches=4,
-            steps=3,
+            steps=2,
         ),
     )
 

@@ -103,17 +103,20 @@ def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, capsys):
 @drawn
 def test_microbatches_stand_beside_the_loop_with_the_same_bits(tmp_path, capsys):
     job = JOB._replace(
-        name="cut", loss=lambda loss: loss, build=lambda: (Loss(), (torch.randn(8, 32),), {})
+        name="cut",
+        share=0.9,
+        loss=lambda loss: loss,
+        build=lambda: (Loss(), (torch.randn(8, 32),), {}),
     )
-    show_microbatches(job._replace(microbatches=4, steps=3), tmp_path)
+    show_microbatches(job._replace(microbatches=2, steps=2), tmp_path)
     flat = " ".join(capsys.readouterr().out.split())
-    assert "A step of 4 micro-batches: 2 devices beside the loop on one" in flat
+    assert "A step of 2 micro-batches: 2 devices beside the loop on one" in flat
     assert "step bitwise" in flat
     assert "of the loop's time" in flat
     placement = baechi.load(tmp_path / "cut.placement.json")
-    assert placement.microbatches == 4
+    assert placement.microbatches == 2
     assert baechi.load(tmp_path / "cut.graph.json").digest == placement.graph_digest
-    assert "4 micro-batches" in (tmp_path / "cut.html").read_text()
+    assert "2 micro-batches" in (tmp_path / "cut.html").read_text()
 
 
 @drawn
@@ -121,7 +124,7 @@ def test_other_gradients_than_the_loop_s_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_compare", lambda *_: ("off", False))
     job = JOB._replace(loss=lambda loss: loss, build=lambda: (Loss(), (torch.randn(8, 32),), {}))
     with pytest.raises(ExecutionError, match="does not equal the loop"):
-        show_microbatches(job._replace(microbatches=2, steps=1), tmp_path)
+        show_microbatches(job._replace(share=0.9, microbatches=2, steps=1), tmp_path)
 
 
 @drawn
