@@ -234,8 +234,7 @@ def place(
     state = PlacedState(model, places, planner, max_shapes, cutting)
     if example_args is not None or example_kwargs is not None:
         with state.lock:
-            args = () if example_args is None else tuple(example_args)
-            state.plan(args, dict(example_kwargs or {}))
+            state.plan(() if example_args is None else example_args, example_kwargs)
     return installed(state)
 
 

@@ -58,10 +58,10 @@ def test_a_job_is_refused_on_one_device_and_trained_on_two(
     tmp_path, capsys, optimizer, monkeypatch
 ):
     threads = torch.get_num_threads()
-    measured, write = [], demo._write
-    monkeypatch.setattr(demo, "_write", lambda *args: (write(*args), measured.append(args[-1])))
+    plans, write = [], demo._write
+    monkeypatch.setattr(demo, "_write", lambda *args: (write(*args), plans.append(args[2])))
     show(JOB._replace(optimizer=optimizer), tmp_path)
-    assert measured[0].absent_bytes == ()  # the optimizer has made steps
+    assert plans[0].measured.absent_bytes == ()  # the optimizer has made steps
     assert len(set(baechi.load(tmp_path / "toy.placement.json").devices)) == 2
     text = capsys.readouterr().out
     flat = " ".join(text.split())

@@ -9,7 +9,7 @@ import pytest
 from fitting_oracle import fits_in_index_order, grown
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import clusters, graphs
+from strategies import clusters, graphs, steps
 
 from baechi import (
     METF,
@@ -34,6 +34,7 @@ from baechi import (
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.placer import Placer
 from baechi.placers.solving import find
+from baechi.problem.microbatches import run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows
 
@@ -56,6 +57,67 @@ def test_an_answer_is_valid_and_its_prediction_is_right(graph, cluster, name, ef
     again = solve(graph, cluster, name, effort=effort)
     assert again == placement
     assert pickle.dumps(again.stats) == pickle.dumps(placement.stats)
+
+
+@given(steps(), st.sampled_from(["auto", "m-etf"]), st.integers(1, 19))
+def test_a_training_step_fits_as_it_runs(graph, name, share):
+    """In the model's order inside of a segment, whatever the placement's is."""
+    ample, alone = (Cluster.uniform(n, 2**40, Link(1, 2**40)) for n in (2, 1))
+    (whole,) = simulate(graph, alone, solve(graph, alone, "single")).peak_bytes
+    cluster = replace(ample, devices=tuple(Device(d, max(whole * share // 20, 1)) for d in "ab"))
+    try:
+        placement = solve(graph, cluster, name, effort="fast")
+    except InfeasibleError:
+        assert find(Problem(graph, cluster), "fast", name) is None
+        return
+    assert placement == find(Problem(graph, cluster), "fast", name)
+    if graph.is_training:
+        run = replace(placement, order=run_order(graph, placement))
+        assert not overflows(simulate(graph, cluster, run), cluster)
+
+
+def test_gradients_that_come_first_in_the_run_alone():
+    """Backward the run takes the bags before the dense ops, which the placement takes first."""
+    kinds = ("dense", "dense", "bag", "bag")
+    n = len(kinds)
+    forward = [
+        Op(f"{k}{i}", 5, 70 if k == "bag" else 10, group=f"{i}") for i, k in enumerate(kinds)
+    ]
+    backward = [
+        Op(
+            f"{k}{i}'",
+            5,
+            group=f"{i}",
+            late_bytes=60 * (k == "bag"),
+            phase="backward",
+            forward=(i + 1,),
+        )
+        for i, k in enumerate(kinds)
+    ]
+    middle = (
+        Op("sum", 1, group="sum"),
+        Op("loss", phase="loss", time_ns=0),
+        Op("sum'", 1, group="sum", phase="backward", forward=(n + 1,)),
+    )
+    gradients = [
+        Tensor(n + 3, (2 * n + 3 - i,), 1 if k == "bag" else 40) for i, k in enumerate(kinds)
+    ]
+    tensors = [
+        Tensor(0, tuple(range(1, n + 1)), 1),
+        *(Tensor(i, (n + 1,), 1) for i in range(1, n + 1)),
+    ]
+    tensors += [Tensor(n + 1, (n + 2,), 1), Tensor(n + 2, (n + 3,), 1), *gradients]
+    graph = OpGraph((Op("x", 1), *forward, *middle, *reversed(backward)), tuple(tensors))
+    order = (0, 1, 2, 4, 3, 5, 6, 7, 11, 10, 8, 9)
+    by_hand = Placement(graph.digest, (0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 1), order, "by hand", {})
+    clusters = [Cluster.uniform(2, nbytes, Link(1, 10**12)) for nbytes in (103, 162)]
+    assert not overflows(simulate(graph, clusters[0], by_hand), clusters[0])
+    with pytest.raises(InfeasibleError, match="order inside of a segment"):
+        solve(graph, clusters[0])
+    assert find(Problem(graph, clusters[0])) is None
+    placement = solve(graph, clusters[1])
+    run = replace(placement, order=run_order(graph, placement))
+    assert not overflows(simulate(graph, clusters[1], run), clusters[1])
 
 
 @given(graphs(), clusters(), st.sampled_from(EFFORTS))

@@ -18,6 +18,7 @@ from steps import case
 import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
 from baechi.problem.cutting import tapes_of
+from baechi.problem.microbatches import run_order
 from baechi.program.compilation import compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import Copy, Free, Place, Program, Run, Segment, Wait
@@ -128,6 +129,23 @@ def test_in_the_program_s_order_no_step_is_longer(
     said = baechi.simulate(graph, cluster, replace(placement, order=tuple(phased)))
     done = baechi.simulate(graph, cluster, replace(placement, order=order))
     assert done.makespan_ns <= said.makespan_ns
+
+
+@given(case=compiled(copy_lanes=False))
+def test_each_device_runs_the_order_that_the_solver_thinks_of(
+    case: tuple[OpGraph, Cluster, Placement, Program],
+) -> None:
+    graph, cluster, placement, program = case
+    assume(graph.is_training)
+    run, done = run_order(graph, placement), order_of(program, placement.order)
+    for device in set(placement.devices):
+        there = [[op for op in row if placement.devices[op] == device] for row in (run, done)]
+        assert there[0] == there[1]
+    baechi.simulate(graph, replace(cluster, devices=ample(cluster)), replace(placement, order=run))
+
+
+def ample(cluster: Cluster) -> tuple[Device, ...]:
+    return tuple(replace(device, memory_bytes=2**50) for device in cluster.devices)
 
 
 @given(case=compiled(again=False))

@@ -21,6 +21,8 @@ import baechi
     ],
 )
 def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
+    if name == "recurrent" and not recurrent_in_bf16():
+        pytest.skip("torch has no recurrent layers in bf16 for this CPU")
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     reference = copy.deepcopy(model)
     with placed.one_thread(), torch.autocast("cpu", torch.bfloat16):
@@ -28,6 +30,16 @@ def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) 
         expected, actual = (placed.step(m, args, kwargs) for m in (reference, module))
     module.unplace()
     assert not expected.differs_from(actual)
+
+
+def recurrent_in_bf16() -> bool:
+    """True if oneDNN, which torch asks without a way back, runs them here: with AVX-512 it does."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(4, 4)(torch.randn(3, 2, 4))
+    except RuntimeError:
+        return False
+    return True
 
 
 class Casts(nn.Module):
@@ -153,6 +165,8 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
     """If this fails, torch is mended: `workarounds.RECURRENT` can go."""
+    if not recurrent_in_bf16():
+        pytest.skip("torch has no recurrent layers in bf16 for this CPU")
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         exported = torch.export.export(layer, (x,), strict=False).module()

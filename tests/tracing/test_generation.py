@@ -95,6 +95,7 @@ def test_assisted_decoding_has_three_families(ids: torch.Tensor) -> None:
     module.unplace()
 
 
+@pytest.mark.costly("it generates across a window, and twice")
 @pytest.mark.parametrize(
     ("length", "training"),
     [(4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 5, 6, 7, 9))],

@@ -21,6 +21,7 @@ from baechi.placers.metis import Metis
 from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
 from baechi.placers.turn_orders import Pipelines, ordered_turns
+from baechi.problem.microbatches import run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster, Constraints
@@ -44,6 +45,8 @@ _LISTED: Final = 8
 _EXACT_OPS: Final = 12
 # Number of different devices whose extra memory is compared so closely.
 _COMPARED: Final = 4
+# How often a placement that does not fit as it runs is looked for with less memory.
+_ROUNDS: Final = 4
 _STEPS: Final = 7
 
 
@@ -102,6 +105,8 @@ def solve(
     problem = Problem(graph, cluster, constraints)
     _warn_of_kinds(graph, cluster)
     placement = _attempt(problem, placer, effort)
+    if placement is not None and count == 1 and not placer.fixed:
+        placement = _as_run(problem, placer, effort, placement) or _explain_run(problem, placement)
     if placement is None and placer.fixed:
         _explain_fixed(problem, placer)
     if placement is None:
@@ -161,7 +166,63 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
 
     Computing the missing memory takes many times longer than finding that nothing fits.
     """
-    return _attempt(problem, _with_effort(placer_of(placer), effort), effort)
+    chosen = _with_effort(placer_of(placer), effort)
+    placement = _attempt(problem, chosen, effort)
+    if placement is None or chosen.fixed:
+        return placement
+    return _as_run(problem, chosen, effort, placement)
+
+
+def _as_run(
+    problem: Problem, placer: Placer, effort: str, placement: Placement
+) -> Placement | None:
+    """A placement that fits also in the order in which a training step runs it, or None.
+
+    One that does not is looked for again with as much memory less, and last on one device, where
+    the two orders are one.
+    """
+    constraints = problem.constraints or Constraints()
+    margins, found = dict(constraints.margins), placement
+    for _ in range(_ROUNDS):
+        missing = _missing_as_run(problem, found)
+        if not missing:
+            return found
+        for name, nbytes in missing.items():
+            margins[name] = margins.get(name, 0) + nbytes
+        less = Problem(problem.source, problem.cluster, replace(constraints, margins=margins))
+        again = _attempt(less, placer, effort)
+        if again is None:
+            break
+        found = again
+    return SingleDevice().place(problem)
+
+
+def _missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
+    """The bytes that devices lack in the order in which a training step runs, by name."""
+    graph, used = problem.graph, set(placement.devices)
+    if not graph.is_training or len(used) < 2:
+        return {}
+    if ample_bytes(problem) <= min(problem.device_memory[device] for device in used):
+        return {}
+    peaks = replay(problem, placement.devices, run_order(graph, placement)).peaks()
+    over = [peak - most for peak, most in zip(peaks, problem.pool_memory, strict=True)]
+    rows = zip(problem.cluster.devices, problem.device_pool, strict=True)
+    return {device.name: over[pool] for device, pool in rows if over[pool] > 0}
+
+
+def _explain_run(problem: Problem, placement: Placement) -> NoReturn:
+    """Raise the error that names the memory that lacks in the order of the run alone."""
+    missing = _missing_as_run(problem, placement)
+    name, nbytes = max(missing.items(), key=lambda row: row[1])
+    device = next(d for d, row in enumerate(problem.cluster.devices) if row.name == name)
+    op = placement.devices.index(device)
+    left = problem.device_memory
+    more = ", ".join(f"{format_bytes(lacks)} more on {where}" for where, lacks in missing.items())
+    text = (
+        "no placement was found that fits as a training step runs it, in the model's order inside "
+        f"of a segment. With {more} one was found; or add a device, or shrink the batch."
+    )
+    raise _infeasible(problem, text, op, left[device] + nbytes, left, nbytes, name)
 
 
 def _with_effort(placer: Placer, effort: str) -> Placer:

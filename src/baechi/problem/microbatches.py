@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.coarsening import Coarse, graph_of
-from baechi.problem.cutting import Cutter, Piece
+from baechi.problem.cutting import Cutter, Piece, tapes_of
 from baechi.problem.problem_arrays import ArrayGraph, Problem
 from baechi.records.cluster import Constraints
 from baechi.records.graph import OpGraph
@@ -235,6 +235,31 @@ def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], 
         for ops in phases
     )
     return (*forward, *(((n,),) if graph.is_training else ()), *backward)
+
+
+def run_order(graph: OpGraph, placement: Placement) -> tuple[int, ...]:
+    """The order in which a training step runs a placed graph: segment after segment.
+
+    Inside of one it is the model's, whatever the placement's is (docs/memory.md).
+    """
+    n, rows = graph.n_forward, segments_of(graph, placement)
+    piece = {op: i for i, row in enumerate(rows) for op in row}
+    backward = {op: piece[twin] for op, twin in enumerate(graph.twins) if twin >= 0}
+    again = {op: at for at, unit in graph.units.items() for op in unit}
+    forward = [
+        op
+        for row in rows
+        if row[0] < n
+        for _, ops in tapes_of(graph, row, backward, again)
+        for op in ops
+    ]
+    rank = {op: i for i, op in enumerate(forward)}
+    order = [*forward, n]
+    for row in rows:
+        if row[0] > n:
+            apart = row[0] in graph.units  # what runs others again has a segment for itself
+            order += row if apart else sorted(row, key=lambda op: -rank[graph.ops[op].forward[0]])
+    return tuple(order)
 
 
 @final

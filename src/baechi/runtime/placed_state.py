@@ -360,14 +360,14 @@ class PlacedState:
             rows = self.microbatches.weights(weights)
             return train(self.special(entry, calls[0]), calls, rows, self.meter)
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Plan for an example: a call, or a step where it returns its own loss and is to be cut."""
         try:
             call = canonical_call(self.model, args, kwargs)
             self.special(self.root, self.cut(self.model, call)[0])
         except OwnLossError:
             entry = self._step_entry(None)
-            call = step_call(entry.module, args, kwargs, None)
+            call = step_call(entry.module, args, kwargs or {}, None)
             self.special(entry, self.cut(entry.module, call)[0])
 
     def cut(self, module: nn.Module, call: Call) -> list[Call]:
