@@ -67,8 +67,14 @@ def test_a_training_step_fits_as_it_runs(graph, name, share):
     cluster = replace(ample, devices=tuple(Device(d, max(whole * share // 20, 1)) for d in "ab"))
     try:
         placement = solve(graph, cluster, name, effort="fast")
-    except InfeasibleError:
+    except InfeasibleError as error:
         assert find(Problem(graph, cluster), "fast", name) is None
+        rows = {row.name: row for row in cluster.devices}
+        if error.extra_device in rows and "as a training step runs it" not in error.args[0]:
+            own = rows[error.extra_device]
+            nbytes = own.memory_bytes + error.extra_bytes
+            rows[own.name] = replace(own, memory_bytes=nbytes)
+            solve(graph, replace(cluster, devices=tuple(rows.values())), name, effort="fast")
         return
     assert placement == find(Problem(graph, cluster), "fast", name)
     if graph.is_training:

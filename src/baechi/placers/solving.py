@@ -104,12 +104,14 @@ def solve(
     placer = _with_effort(placer, effort)
     problem = Problem(graph, cluster, constraints)
     _warn_of_kinds(graph, cluster)
-    placement = _attempt(problem, placer, effort)
-    if placement is not None and count == 1 and not placer.fixed:
-        placement = _as_run(problem, placer, effort, placement) or _explain_run(problem, placement)
+    search = _attempt if count == 1 else _search
+    placement = search(problem, placer, effort)
     if placement is None and placer.fixed:
         _explain_fixed(problem, placer)
     if placement is None:
+        other = _search(problem, _with_effort(placer, "fast"), "fast")
+        if other is not None and _missing_as_run(problem, other):
+            _explain_run(problem, other)
         _explain(problem, placer, effort)
     if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
@@ -117,7 +119,7 @@ def solve(
         return placement
     ones = [placement]
     if effort != "fast" and isinstance(placer, Auto):
-        less = _attempt(problem, _with_effort(placer, "fast"), "fast")
+        less = _search(problem, _with_effort(placer, "fast"), "fast")
         ones += [] if less is None else [less]
     allowed = (
         problem if problem.max_devices is None else problem.within(next(device_choices(problem)))
@@ -166,35 +168,35 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
 
     Computing the missing memory takes many times longer than finding that nothing fits.
     """
-    chosen = _with_effort(placer_of(placer), effort)
-    placement = _attempt(problem, chosen, effort)
-    if placement is None or chosen.fixed:
-        return placement
-    return _as_run(problem, chosen, effort, placement)
+    return _attempt(problem, _with_effort(placer_of(placer), effort), effort)
 
 
-def _as_run(
-    problem: Problem, placer: Placer, effort: str, placement: Placement
+def _attempt(
+    problem: Problem, placer: Placer, effort: str, patience: int = PATIENT
 ) -> Placement | None:
     """A placement that fits also in the order in which a training step runs it, or None.
 
     One that does not is looked for again with as much memory less, and last on one device, where
-    the two orders are one.
+    the two orders are one. A placer that does not search is not asked twice.
     """
+    found = _search(problem, placer, effort, patience)
     constraints = problem.constraints or Constraints()
-    margins, found = dict(constraints.margins), placement
+    margins = dict(constraints.margins)
     for _ in range(_ROUNDS):
-        missing = _missing_as_run(problem, found)
+        missing = {} if found is None or placer.fixed else _missing_as_run(problem, found)
         if not missing:
             return found
         for name, nbytes in missing.items():
             margins[name] = margins.get(name, 0) + nbytes
         less = Problem(problem.source, problem.cluster, replace(constraints, margins=margins))
-        again = _attempt(less, placer, effort)
-        if again is None:
+        found = _search(less, placer, effort, patience)
+        if found is None:
             break
-        found = again
-    return SingleDevice().place(problem)
+    single = SingleDevice().place(problem)
+    if single is None:
+        return None
+    stats = FrozenDict({**single.stats, "fallback": single.placer})
+    return replace(single, placer=placer.name, stats=stats)
 
 
 def _missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
@@ -230,9 +232,10 @@ def _with_effort(placer: Placer, effort: str) -> Placer:
     return replace(placer, effort=effort) if isinstance(placer, Auto) else placer
 
 
-def _attempt(
+def _search(
     problem: Problem, placer: Placer, effort: str, patience: int = PATIENT
 ) -> Placement | None:
+    """A placement that fits in its own order, or None."""
     if placer.fixed:
         return placer.place(problem)
     if is_hopeless(problem):
@@ -265,7 +268,7 @@ def _attempt(
 def _attempt_freely(
     problem: Problem, placer: Placer, effort: str, patience: int
 ) -> Placement | None:
-    """As `_attempt`, without a limit on the number of devices."""
+    """As `_search`, without a limit on the number of devices."""
     narrowed = linked(problem)
     if narrowed is None:
         return None
@@ -414,6 +417,10 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
         for other in dict.fromkeys((device, *others)):
             if succeeds(units - 1, other):
                 units, device = smallest(partial(succeeds, device=other), units - 1), other
+    # What packing found fits in its own order, and a training step runs in another.
+    training, enough = problem.graph.is_training, ample_bytes(problem)
+    while training and units * unit < enough and not any(s(units, device) for s in solvers):
+        units = max(1, 2 * units)
     return units * unit, device
 
 
