@@ -258,6 +258,8 @@ def _cut(
     job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments of every micro-batch."""
+    if job.microbatches == 1:
+        return [(args, kwargs)]  # ids that are labels, too, stay one tensor
     rows = [value.chunk(job.microbatches) for value in (*args, *kwargs.values())]
     return [
         (row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True)))
