@@ -365,7 +365,7 @@ def demo(
     """Split two real models that fit no single device, train them, compare with the prediction.
 
     A GPT-2 and an Inception-v3 with random weights, on logical CPU devices; then the GPT-2 in
-    micro-batches. Takes up to four minutes and some 6 GB of memory. Needs torch, transformers,
+    micro-batches. Takes five to eight minutes and some 6 GB of memory. Needs torch, transformers,
     plotly, and a checkout of Baechi.
 
     For example:
