@@ -109,7 +109,8 @@ def solve(
     if placement is None and placer.fixed:
         _explain_fixed(problem, placer)
     if placement is None:
-        other = _search(problem, _with_effort(placer, "fast"), "fast")
+        fast = _with_effort(placer, "fast")
+        other = _search(problem, fast, "fast") if graph.is_training else None
         if other is not None and _missing_as_run(problem, other):
             _explain_run(problem, other)
         _explain(problem, placer, effort)
