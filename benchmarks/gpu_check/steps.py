@@ -40,6 +40,10 @@ STEPS: Final = (
     _step("one-graph", "one_graph", 90, "lanes against eager and against one sequential graph"),
     _step("races", "tests", 60, "no access without a wait, by torch's sanitizer and by spins"),
     _step("values", "tests", 120, "models on lanes, eager and as graphs, equal the unsplit ones"),
+    _step(
+        *("expandable", "tests", 60, "values where torch's segments of memory grow"),
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    ),
     _step("captures", "captures", 120, "what torch's operators' captures make of the rules"),
     _step("ecosystem", "ecosystem", 45, "generate, and transformers' Trainer, on a placed model"),
     _step("compile", "compiled", 90, "compiled segments give the values, and compile once"),

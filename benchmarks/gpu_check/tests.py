@@ -26,6 +26,7 @@ _CHOICES: Final = {
         f"not ({_RACES}) and ({_MODELS} or not ({_BY_MODEL}))",
         "towers or capture_that_fails or dropout",
     ),
+    "expandable": ([_GPU], f"cuda_graphs and ({_MODELS}) or capture_that_fails", "towers"),
     "several": ([_GPU], _MODELS, "towers"),
 }
 

@@ -196,8 +196,8 @@ def place(
     unmeasured = checkpoint is not None or cutting.n > 1
     if placer == "auto" and guard and unmeasured and gpus and len(set(places)) == 1:
         placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
+    check_wish(cuda_graphs, places)
     if cuda_graphs is not False:
-        check_wish(cuda_graphs, places)
         measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
         cluster = tape_links(cluster, places, *measured)
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and dynamic

@@ -159,3 +159,13 @@ def test_a_placed_module_says_what_runs_without_graphs() -> None:
     placed.unplace()
     with pytest.raises(baechi.InputError, match="cuda_graphs=True, but the devices are cpu"):
         baechi.place(model, ["cpu:0"], cuda_graphs=True, **options)
+
+
+def test_lanes_of_a_gpu_need_torchs_own_allocator(monkeypatch) -> None:
+    """Another may give what one lane lets go of to any, while a second still reads it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    lanes = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
+    with pytest.raises(baechi.InputError, match=r"cuda:0 has several .* PYTORCH_ALLOC_CONF"):
+        check_wish(False, lanes)
+    check_wish(False, lanes[:2])

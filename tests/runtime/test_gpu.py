@@ -436,3 +436,45 @@ def test_a_model_that_was_traced_on_the_cpu_is_measured_where_it_was_placed() ->
         with mode():  # the caller's mode is not the measurement's
             profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
         assert any(cost.forward_ns for cost in profile.costs)
+
+
+_ALLOCATED = """
+import copy
+import baechi, on_gpus, torch
+model, x = on_gpus.Branches().cuda(), torch.randn(4, 256, device="cuda:0")
+unsplit = copy.deepcopy(model)
+for devices in (on_gpus.LANES, ["cuda:0", "cpu:0"]):
+    for cuda_graphs in ("auto", True):
+        try:
+            placed = baechi.place(
+                copy.deepcopy(model), devices, example_args=(x,), guard=False, progress=False,
+                placer=baechi.RandomPlacer(0), cuda_graphs=cuda_graphs,
+            )
+            for _ in range(6):
+                placed.zero_grad()
+                unsplit.zero_grad()
+                ours, theirs = placed(x), unsplit(x)
+                ours.square().sum().backward()
+                theirs.square().sum().backward()
+                torch.testing.assert_close(ours.cpu(), theirs.cpu())
+                for one, other in zip(placed.parameters(), unsplit.parameters()):
+                    torch.testing.assert_close(one.grad.cpu(), other.grad.cpu())
+            print("equal")
+        except baechi.InputError as error:
+            print(error)
+"""
+
+
+def test_segments_of_memory_that_grow_change_nothing() -> None:
+    said, _ = script(_ALLOCATED, PYTORCH_ALLOC_CONF="expandable_segments:True")
+    first, second, third, _ = said.splitlines()
+    assert (first, second, third) == ("equal",) * 3
+
+
+def test_another_allocator_runs_no_lanes_and_no_graphs() -> None:
+    said, _ = script(_ALLOCATED, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync")
+    lanes, again, alone, graphs = said.splitlines()
+    assert lanes == again
+    assert "cuda:0 has several logical devices" in lanes
+    assert alone == "equal"
+    assert "captures share no memory with cudaMallocAsync" in graphs

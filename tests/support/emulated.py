@@ -33,6 +33,11 @@ def settings(**numbers: int) -> Iterator[None]:
             runtime.emulated_unset(name)
 
 
+def on_the_clock() -> contextlib.AbstractContextManager[None]:
+    """The virtual clock where CUDA is emulated, for tests of what takes time on a GPU."""
+    return settings(CLOCK=1) if "EMULATED_CUDA" in os.environ else contextlib.nullcontext()
+
+
 def now_ns() -> int:
     """The virtual time of the host."""
     return int(_runtime().emulated_now_ns())

@@ -121,14 +121,19 @@ class Branches(nn.Module):
         return x
 
 
-def script(text: str, timeout_s: int = 300) -> tuple[str, str]:
+# Threads of autograd that let go of Python's objects while the interpreter ends abort before
+# Python 3.14 (https://github.com/python/cpython/issues/87135).
+_END = "\nimport os, sys\nsys.stdout.flush()\nsys.stderr.flush()\nos._exit(0)\n"
+
+
+def script(text: str, timeout_s: int = 300, **environment: str) -> tuple[str, str]:
     """What a script prints and warns of in a process of its own, which must end in time."""
     root = Path(__file__).resolve().parents[2]
     path = [*map(str, (root / "tests" / "support", root)), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
-        [sys.executable, "-c", text],
+        [sys.executable, "-c", text + _END],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,

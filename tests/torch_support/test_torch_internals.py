@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from torch import fx, nn
@@ -301,9 +302,10 @@ def test_what_a_failed_tracer_began_is_ended() -> None:
 
 @pytest.mark.gpu
 def test_a_spinning_stream_is_busy() -> None:
-    internals.spin(100_000_000)
-    assert not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
+    with emulated.on_the_clock():
+        internals.spin(100_000_000)
+        assert not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
 
 
 def test_the_tracer_that_runs_is_named() -> None:

@@ -81,6 +81,14 @@ cudaError_t spoil(Stream& stream);
 // What may not be called while a stream is captured: success, or the error that it is.
 cudaError_t unsafe_in_capture();
 
+// A device's memory: whether it has so many bytes left, and blocks at addresses.
+bool fits(size_t bytes, int device);
+void add_block(const char* start, size_t bytes, int device);
+void drop_blocks(const char* start, size_t bytes);
+
+// A function of the driver that torch's allocator needs, or null.
+void* driver_function(const char* name);
+
 int devices();
 int current_device();
 std::mt19937_64& random_numbers();

@@ -1,6 +1,7 @@
 // Memory, which is the host's, and copies.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -51,7 +52,44 @@ size_t used(int device) {
 // With a page behind it, for those that read too far.
 size_t mapped(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage + kPage; }
 
+// The most that was used of a device while memory was taken in the order of streams.
+std::map<int, size_t>& most_used() {
+  static std::map<int, size_t> most;
+  return most;
+}
+
+int device_of(cudaMemPool_t pool) { return static_cast<int>(reinterpret_cast<intptr_t>(pool)) - 1; }
+
+cudaError_t take(void** made, size_t bytes) {
+  if (!fits(bytes, current_device())) return failed(cudaErrorMemoryAllocation);
+  *made = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (*made == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
+  if (bytes <= kPoisoned) std::memset(*made, 0xFF, bytes);  // not a number, in every format
+  add_block(static_cast<char*>(*made), bytes, current_device());
+  return cudaSuccess;
+}
+
+cudaError_t give(void* pointer) {
+  const auto block = on_devices().find(static_cast<char*>(pointer));
+  if (block == on_devices().end()) return failed(cudaErrorInvalidValue);
+  munmap(pointer, mapped(block->second.bytes));
+  on_devices().erase(block);
+  return cudaSuccess;
+}
+
 }  // namespace
+
+bool fits(size_t bytes, int device) { return used(device) + bytes <= total(); }
+
+void add_block(const char* start, size_t bytes, int device) {
+  on_devices()[start] = {bytes, device};
+}
+
+void drop_blocks(const char* start, size_t bytes) {
+  Blocks& blocks = on_devices();
+  blocks.erase(blocks.lower_bound(start), blocks.lower_bound(start + bytes));
+}
 
 }  // namespace emulated
 
@@ -62,13 +100,7 @@ extern "C" {
 cudaError_t cudaMalloc(void** made, size_t bytes) {
   ENTER;
   if (const cudaError_t error = unsafe_in_capture()) return error;
-  if (used(current_device()) + bytes > total()) return failed(cudaErrorMemoryAllocation);
-  *made = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (*made == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
-  if (bytes <= kPoisoned) std::memset(*made, 0xFF, bytes);  // not a number, in every format
-  on_devices()[static_cast<char*>(*made)] = {bytes, current_device()};
-  return cudaSuccess;
+  return take(made, bytes);
 }
 
 cudaError_t cudaFree(void* pointer) {
@@ -76,12 +108,52 @@ cudaError_t cudaFree(void* pointer) {
   if (const cudaError_t error = unsafe_in_capture()) return error;
   if (pointer == nullptr) return cudaSuccess;
   finish_all();
-  const auto block = on_devices().find(static_cast<char*>(pointer));
-  if (block == on_devices().end()) return failed(cudaErrorInvalidValue);
-  munmap(pointer, mapped(block->second.bytes));
-  on_devices().erase(block);
+  return give(pointer);
+}
+
+// In the order of a stream (`backend:cudaMallocAsync`), and not in a capture. What is let go of too
+// early is no memory any more when somebody reads it.
+cudaError_t cudaMallocAsync(void** made, size_t bytes, cudaStream_t on) {
+  ENTER;
+  if (is_captured(stream_of(on))) return failed(cudaErrorNotSupported);
+  const cudaError_t error = take(made, bytes);
+  size_t& most = most_used()[current_device()];
+  most = std::max(most, used(current_device()));
+  return error;
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t on) {
+  ENTER;
+  push(stream_of(on), [pointer] { give(pointer); });
   return cudaSuccess;
 }
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  *pool = reinterpret_cast<cudaMemPool_t>(static_cast<intptr_t>(device) + 1);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  const Lock lock(everything());
+  const int device = device_of(pool);
+  const bool high =
+      attribute == cudaMemPoolAttrUsedMemHigh || attribute == cudaMemPoolAttrReservedMemHigh;
+  const size_t bytes = high ? std::max(most_used()[device], used(device)) : used(device);
+  *static_cast<uint64_t*>(value) = bytes - kContext;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void*) {
+  const Lock lock(everything());
+  if (attribute == cudaMemPoolAttrUsedMemHigh) most_used()[device_of(pool)] = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
   ENTER;

@@ -66,10 +66,11 @@ def main() -> None:
     versions.write_text(exported.read_text().replace("MAJOR", major))
     _build(
         runtime,
-        ("streams.cc", "memory.cc", "devices.cc", "unsupported.cc"),
+        ("streams.cc", "memory.cc", "virtual_memory.cc", "devices.cc", "unsupported.cc"),
         *(include, f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={versions}"),
     )
     driver = _build(BUILD / "libcuda.so.1", ("driver.cc",), "-Wl,-soname,libcuda.so.1")
+    nvml = _build(BUILD / "libnvidia-ml.so.1", ("nvml.cc",), "-Wl,-soname,libnvidia-ml.so.1")
     lib = TORCH / "lib"
     kernels = _build(
         BUILD / "libkernels.so",
@@ -78,7 +79,7 @@ def main() -> None:
         *(f"-L{lib}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"),
         *(str(runtime), f"-Wl,-rpath,{lib}"),
     )
-    preloaded = [str(runtime), str(driver), *os.environ.get("LD_PRELOAD", "").split()]
+    preloaded = [*map(str, (runtime, driver, nvml)), *os.environ.get("LD_PRELOAD", "").split()]
     found = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "LD_PRELOAD": " ".join(preloaded),

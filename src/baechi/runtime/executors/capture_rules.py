@@ -7,6 +7,7 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (const
 `aten/src/ATen/cuda/CUDAGeneratorImpl.cpp` for what a replay does to the random state.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias
@@ -78,11 +79,22 @@ def tape_links(
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
-    """Refuse a `cuda_graphs` that means nothing, or that no device can fulfil.
+    """Refuse a `cuda_graphs` that means nothing, and what no device or allocator can fulfil.
+
+    Memory that a lane lets go of belongs to its stream, which waits for other lanes before it takes
+    it again. `cudaMallocAsync` may give it to any stream at once.
 
     Raises:
-        InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device.
+        InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device; or a
+            GPU has several logical devices, and torch's allocator is not its own.
     """
+    crowded = [str(place) for place, n in Counter(places).items() if n > 1 and place.type == "cuda"]
+    if crowded and not _is_allocator_native():
+        raise InputError(
+            f"{', '.join(crowded)} has several logical devices, whose streams share memory as "
+            f"torch's own allocator orders it, not {torch.cuda.get_allocator_backend()}. Give one "
+            "logical device for each GPU, or set no backend in PYTORCH_ALLOC_CONF."
+        )
     if wish not in (True, False, "auto"):
         raise InputError(f'cuda_graphs is {wish!r}; it must be True, False or "auto".')
     if wish is True and all(place.type != "cuda" for place in places):
@@ -112,6 +124,9 @@ def obstacle(  # noqa: PLR0911 (a rule each)
     """
     if not on_cuda:
         return f"a {code.place.type} device has no CUDA graphs"
+    if code.place.type == "cuda" and not _is_allocator_native():
+        # One capture at a time in a process, in no pool (c10/cuda/CUDAMallocAsyncAllocator.cpp).
+        return f"captures share no memory with {torch.cuda.get_allocator_backend()}"
     if code.written:
         return "it writes into a tensor of the caller's"
     if several and isinstance(code.function, CompiledTape):
@@ -136,6 +151,10 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         if reason:
             return f"{op_name(node)} {reason}"
     return ""
+
+
+def _is_allocator_native() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
 
 
 def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rule each)
