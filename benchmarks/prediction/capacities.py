@@ -10,6 +10,7 @@ costs, without an optimizer and with AdamW. Each placement is run and metered. M
 error are of the fuller device, the lowest is of any. Fails if a device used more than it was given.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from statistics import median
@@ -155,6 +156,12 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1:]
-    chosen = list(QUICK) if asked == ["--quick"] else asked or list(UNTUNED)
-    sys.exit(main(chosen) > 0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(UNTUNED)}")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    asked = parser.parse_args()
+    for unknown in {*asked.models} - {*UNTUNED}:
+        parser.error(f"there is no model {unknown!r}")
+    sys.exit(main(asked.models or list(QUICK if asked.quick else UNTUNED)) > 0)
