@@ -29,7 +29,7 @@ LAYERS = """
     costs
     runtime
     probing scheduling cluster_simulation
-    checkpointing
+    checkpointing adapters
     device_maps placing
     cli
     __main__

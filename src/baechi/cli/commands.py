@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 
 import baechi
-from baechi.cli import cost_commands
+from baechi.cli import adapter_commands, cost_commands
 from baechi.cli.cluster_commands import cluster as simulate_jobs
 from baechi.cli.cluster_commands import serve
 from baechi.cli.console import (
     MODEL_HELP,
+    GraphArgument,
     Group,
     OutOption,
     import_file,
@@ -35,7 +36,6 @@ from baechi.storage.serialization import load
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
-GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
 ConstraintsOption = Annotated[
@@ -355,6 +355,9 @@ def probe(
 
 
 app.command()(serve)
+app.command()(adapter_commands.free)
+app.command()(adapter_commands.claims)
+app.command()(adapter_commands.slurm)
 
 
 @app.command()

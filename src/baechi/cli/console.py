@@ -75,6 +75,7 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
 ]

@@ -1,0 +1,208 @@
+"""The commands for cluster managers: `baechi free`, `baechi claims` and `baechi slurm`."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from baechi.cli.console import GraphArgument, OutOption, say, write
+from baechi.errors import InputError
+from baechi.records.cluster import Link, Topology
+from baechi.records.graph import OpGraph
+from baechi.storage.serialization import load
+from baechi.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from baechi.adapters.free_devices import FreeDevice
+    from baechi.scheduling.decision import Decision
+
+_FreeArgument = Annotated[
+    Path, typer.Argument(metavar="FREE", help="The free devices, as `baechi free` writes them.")
+]
+_SameOption = Annotated[
+    str, typer.Option(help="node or switch: all devices must be of one; anywhere if empty.")
+]
+_ShareOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1000, help="Thousandths of each device's compute; all that is left if absent."
+    ),
+]
+
+
+# What each source prints, in the order of the files.
+_SOURCES: Final = {
+    "dra": ("resourceslices", "resourceclaims"),
+    "hami": ("nodes", "pods"),
+    "kai": ("nodes", "pods"),
+    "slurm": ("scontrol show node -d",),
+    "nvidia-smi": ("nvidia-smi --query-gpu=...",),
+}
+
+
+def free(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="dra, hami, kai, slurm or nvidia-smi.")
+    ],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="What it prints; - is standard input.")
+    ],
+    *,
+    out: OutOption = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE=KIND", help="With slurm: the device kind of a type: a100=A100-SXM-80GB."
+        ),
+    ] = None,
+    node_gbytes_per_s: Annotated[
+        float, typer.Option(min=1e-9, max=1e9, help="Rate between two devices of a node.")
+    ] = 12.0,
+    switch_gbytes_per_s: Annotated[
+        float, typer.Option(min=1e-9, max=1e9, help="Rate between two nodes.")
+    ] = 3.0,
+    node_latency_us: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Latency between two devices of a node.")
+    ] = 10.0,
+    switch_latency_us: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Latency between two nodes.")
+    ] = 50.0,
+) -> None:
+    """Read from a cluster manager what is left of every device.
+
+    dra takes the ResourceSlices and ResourceClaims of Kubernetes, hami and kai its nodes and pods,
+    all as JSON; slurm what `scontrol show node -d` prints, and nvidia-smi what
+    `nvidia-smi --query-gpu=index,uuid,name,memory.free,utilization.gpu,mig.mode.current
+    --format=csv,noheader,nounits` does. Managers do not tell what the links are.
+
+    For example:
+
+        kubectl get resourceslices -o json > slices.json
+        kubectl get resourceclaims -A -o json > claims.json
+        baechi free dra slices.json claims.json -o free.json
+        scontrol show node -d | baechi free slurm - --kind a100=A100-SXM-80GB -o free.json
+    """
+    if source not in _SOURCES:
+        raise InputError(f"the source is {source!r}; it must be one of {', '.join(_SOURCES)}.")
+    from baechi.adapters.free_devices import topology
+
+    wanted = _SOURCES[source]
+    if len(files) != len(wanted):
+        raise InputError(f"{source} takes {len(wanted)} files, in this order: {', '.join(wanted)}.")
+    kinds = {}
+    for text in kind or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--kind {text!r} has no =; write a100=A100-SXM-80GB.")
+        kinds[name] = value
+    found = _read(source, files, kinds)
+    within = Link(round(node_latency_us * 1e3), round(node_gbytes_per_s * 1e9))
+    between = Link(round(switch_latency_us * 1e3), round(switch_gbytes_per_s * 1e9))
+    for row in found:
+        left = f"{format_bytes(row.memory_bytes)}, {row.share_milli / 10:g} % of its compute"
+        say(f"{row.full_name}: {left}{f', {row.kind}' if row.kind else ''}")
+    write(topology(found, within, between), out)
+
+
+def claims(
+    graph: GraphArgument,
+    left: _FreeArgument,
+    slices: Annotated[
+        str, typer.Argument(metavar="SLICES", help="The ResourceSlices that it was read from.")
+    ],
+    *,
+    job: Annotated[str, typer.Option(help="The prefix of the claims' names.")] = "job",
+    device_class: Annotated[
+        str | None, typer.Option(help="The DeviceClass; the driver's name if absent.")
+    ] = None,
+    same: _SameOption = "",
+    share_milli: _ShareOption = None,
+) -> None:
+    """Print the ResourceClaims of a job, for `kubectl apply -f -`.
+
+    Decides which of the free devices the graph uses; a claim is for each of them. If nothing fits,
+    prints what is missing and exits with code 3.
+
+    For example:
+
+        baechi claims gpt2.graph.json free.json slices.json --job gpt2 | kubectl apply -f -
+    """
+    from baechi.adapters.dynamic_resources import resource_claims
+
+    decision = _decided(graph, left, same, share_milli)
+    items = resource_claims(job, decision, _json(slices), device_class=device_class)
+    typer.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2))
+
+
+def slurm(
+    graph: GraphArgument,
+    left: _FreeArgument,
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The script, and its arguments.")
+    ],
+    *,
+    job: Annotated[str, typer.Option(help="The job's name.")] = "baechi",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A further option of sbatch, such as --time=2:00:00."),
+    ] = None,
+    same: _SameOption = "",
+) -> None:
+    """Print a batch script that starts a rank with torchrun for each device of a placement.
+
+    Decides which of the free GPUs the graph uses. If nothing fits, prints what is missing and exits
+    with code 3.
+
+    For example:
+
+        baechi slurm gpt2.graph.json free.json --option=--time=2:00:00 -- train.py | sbatch
+    """
+    from baechi.adapters.slurm import batch_script
+
+    decision = _decided(graph, left, same, None)
+    script = batch_script(job, decision.devices, command, options=option or ())
+    typer.echo(script, nl=False)
+
+
+def _read(source: str, files: Sequence[str], kinds: Mapping[str, str]) -> "tuple[FreeDevice, ...]":
+    from baechi.adapters.dynamic_resources import free_devices
+    from baechi.adapters.nvidia_smi import smi_devices
+    from baechi.adapters.shared_gpus import hami_devices, kai_devices
+    from baechi.adapters.slurm import slurm_devices
+
+    if source == "slurm":
+        return slurm_devices(_text(files[0]), kinds)
+    if source == "nvidia-smi":
+        return smi_devices(_text(files[0]))
+    first, second = map(_json, files)
+    if source == "dra":
+        return free_devices(first, second)
+    return hami_devices(first, second) if source == "hami" else kai_devices(first, second)
+
+
+def _json(file: str) -> Any:
+    try:
+        return json.loads(_text(file))
+    except ValueError as error:
+        raise InputError(f"{file}: {error}; give what `kubectl get -o json` prints.") from error
+
+
+def _text(file: str) -> str:
+    return sys.stdin.read() if file == "-" else Path(file).read_text()
+
+
+def _decided(graph: Path, left: Path, same: str, share_milli: int | None) -> "Decision":
+    """What a graph takes of the free devices; said on stderr, since stdout is for a program."""
+    from baechi.scheduling.claims import Wish
+    from baechi.scheduling.decision import decide
+    from baechi.scheduling.ledger import Ledger
+
+    wish = Wish(same=same, share_milli=share_milli, effort="balanced")
+    decision = decide(load(graph, OpGraph), Ledger(load(left, Topology)).snapshot(), wish)
+    for device, nbytes in zip(decision.devices, decision.peak_bytes, strict=True):
+        typer.echo(f"{device}: {format_bytes(nbytes)}", err=True)
+    typer.echo(f"predicted step {format_ns(decision.step_ns)}", err=True)
+    return decision
