@@ -4,7 +4,7 @@ import argparse
 import os
 
 from benchmarks.environment import environment
-from benchmarks.service.decisions import SIZES, TARGETS, percentile, rows, step_ratios
+from benchmarks.service.decisions import SIZES, TARGETS, extended, percentile, rows, step_ratios
 from benchmarks.service.load import CLIENTS, loads
 
 
@@ -40,6 +40,11 @@ def main() -> None:
             f"{devices} GPUs: step of a fast decision over solve(effort='fast') on all that is "
             f"left: median {percentile(ratios, 0.5):.3f}, worst {ratios[-1]:.3f}"
         )
+    print("\n| extender, 64 GPUs | answers | p50 ms | p99 ms |")
+    print("|---|---|---|---|")
+    for name, times in extended(25 if quick else 100).items():
+        p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
+        print(f"| {name} | {len(times)} | {p50:.1f} | {p99:.1f} |", flush=True)
     print(f"\n| request, {CLIENTS} clients, 2 workers, 64 GPUs | per second | p50 ms | p99 ms |")
     print("|---|---|---|---|")
     for load in loads(1 if quick else 8):

@@ -9,13 +9,17 @@ that it must be split.
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import baechi
 from baechi import Constraints, InfeasibleError, Link, OpGraph, Topology
-from baechi.scheduling.claims import Use, Wish
+from baechi.adapters.scheduler_extender import GRAPH as GRAPH_OF_POD
+from baechi.adapters.scheduler_extender import Extender
+from baechi.scheduling.claims import Claim, Use, Wish
 from baechi.scheduling.decision import explore
+from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.snapshot import Site, Snapshot
 
 GRAPHS = Path(__file__).parents[1] / "placement_quality" / "graphs"
@@ -89,6 +93,35 @@ def rows(rounds: int, sizes: tuple[int, ...] = SIZES) -> Iterator[Row]:
                     placed[name] += bool(found)
             for name in WISHES:
                 yield Row(devices, memory, name, tuple(wall[name]), tuple(cpu[name]), placed[name])
+
+
+def extended(rounds: int, devices: int = 64) -> dict[str, list[float]]:
+    """The ms of an extender's answers about a pod, each on what is left of so many GPUs."""
+    graph = graph_of()
+    times: dict[str, list[float]] = {"filter": [], "prioritize": [], "bind": []}
+    for seed in range(rounds):
+        snapshot = residual(devices, need_of(graph), "roomy", seed)
+        with closing(Ledger(snapshot.site.base)) as ledger:
+            used = zip(snapshot.site.base.devices, snapshot.uses, strict=True)
+            claims = [
+                Claim(row.name, use.memory_bytes, max(use.share_milli, 1)) for row, use in used
+            ]
+            ledger.reserve("others", claims)
+            extender = Extender(ledger, lambda _: graph, lambda *_: None)
+            nodes = list(dict.fromkeys(snapshot.site.base.nodes))
+            metadata = {"name": "pod", "uid": "1", "annotations": {GRAPH_OF_POD: graph.digest}}
+            asked = {"Pod": {"metadata": metadata}, "NodeNames": nodes}
+            binding = {"PodNamespace": "default", "PodName": "pod", "PodUID": "1"}
+            for name, rows in times.items():
+                start = time.perf_counter()
+                said = getattr(extender, name)(asked)
+                rows.append(1e3 * (time.perf_counter() - start))
+                if name == "filter":
+                    if not said["NodeNames"]:
+                        break
+                    binding["Node"] = said["NodeNames"][0]
+                asked = binding if name == "prioritize" else asked
+    return times
 
 
 def step_ratios(rounds: int, devices: int) -> list[float]:

@@ -101,6 +101,17 @@ def test_what_does_not_fit_is_told_with_exit_code_3(run):
     assert "not placed" in said.stderr
 
 
+def test_an_extender_without_a_cluster_says_what_it_needs(run, tmp_path):
+    (tmp_path / "graphs").mkdir()
+    words = ["extender", "--ledger", "ledger.sqlite", "--graphs", "graphs"]
+    assert "give FREE" in run(*words, code=2).stderr
+    kind = ["--kind", "a100=A100-SXM-80GB"]
+    run("free", "slurm", "-", *kind, "-o", "free.json", text=SCONTROL)
+    said = run(*words, "free.json", "--account", "nowhere", code=2).stderr
+    assert "no service account's token" in said
+    assert not (tmp_path / "ledger.sqlite").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

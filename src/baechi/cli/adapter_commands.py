@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from baechi.cli.cluster_commands import listener_on, run_service
 from baechi.cli.console import GraphArgument, OutOption, say, write
 from baechi.errors import InputError
 from baechi.records.cluster import Link, Topology
@@ -165,6 +167,53 @@ def slurm(
     decision = _decided(graph, left, same, None)
     script = batch_script(job, decision.devices, command, options=option or ())
     typer.echo(script, nl=False)
+
+
+def extender(
+    free: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FREE", help="The devices, as `baechi free` writes them, for a new ledger."
+        ),
+    ] = None,
+    *,
+    ledger: Annotated[Path, typer.Option(help="Keep reservations in this file.")],
+    graphs: Annotated[Path, typer.Option(help="A folder of graph files, found by their digests.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8643,
+    api: Annotated[str, typer.Option(help="The API server.")] = "https://kubernetes.default.svc",
+    account: Annotated[
+        Path, typer.Option(help="A folder with the service account's token and ca.crt.")
+    ] = Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+    effort: Annotated[str, typer.Option(help="fast, balanced or thorough.")] = "fast",
+) -> None:
+    """Answer kube-scheduler and Volcano: which node a pod's graph goes to.
+
+    A pod names its graph in the annotation baechi.dev/graph. Listens on this machine alone, beside
+    the scheduler, unless told otherwise. docs/deploy/ has manifests. Needs fastapi, uvicorn and
+    httpx: `pip install 'baechi[serve,client]'`.
+
+    For example:
+
+        baechi extender free.json --ledger ledger.sqlite --graphs graphs/
+    """
+    from baechi.adapters.extender_service import ApiServer, GraphFolder, create_extender_app
+    from baechi.adapters.scheduler_extender import Extender
+    from baechi.scheduling.ledger import Ledger
+
+    if free is None and not ledger.exists():
+        raise InputError(f"there is no ledger {ledger} yet, and no devices; give FREE.")
+    base = None if free is None else load(free, Topology)
+    with ExitStack() as closing:
+        server = ApiServer(api, account)
+        closing.callback(server.close)
+        listener = listener_on(host, port)
+        closing.callback(listener.close)
+        book = Ledger(base, ledger)
+        closing.callback(book.close)
+        asked = Extender(book, GraphFolder(graphs), server.bind, effort=effort)
+        app = create_extender_app(asked, server.pods)
+        run_service(app, listener, host, 10, closing.close)
 
 
 def _read(source: str, files: Sequence[str], kinds: Mapping[str, str]) -> "tuple[FreeDevice, ...]":

@@ -323,8 +323,6 @@ def serve(
             f"{host!r} can be reached from other machines; give --token-file, or listen on "
             "127.0.0.1."
         )
-    import uvicorn
-
     from baechi.scheduling.ledger import Ledger
     from baechi.scheduling.messages import Limits
     from baechi.scheduling.service import create_app
@@ -338,7 +336,7 @@ def serve(
             f"{cluster}: this file holds type {type(base).__name__}, but Cluster or Topology is "
             "wanted."
         )
-    listener = _listener(host, port)
+    listener = listener_on(host, port)
     try:
         book = Ledger(base, ledger, sharing=sharing)
     except BaseException:
@@ -346,19 +344,30 @@ def serve(
         raise
     limits = Limits(body_bytes=max_body, ops=max_ops, seconds=seconds)
     app = create_app(book, token=token, workers=workers, limits=limits)
+    run_service(app, listener, host, 2 * seconds, book.close)
+
+
+def run_service(
+    app: Any, listener: socket.socket, host: str, grace_s: int, close: "Callable[[], None]"
+) -> None:
+    """Serves until SIGTERM or Ctrl-C, and then to the end of the requests that are under way.
+
+    uvicorn raises the signal once more when it has stopped; that one must not end the process
+    before everything is closed.
+    """
+    import uvicorn
+
     shown = f"[{host}]" if ":" in host else host
     say(f"serving on http://{shown}:{listener.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2 * seconds
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s
     )
-    # Stops on SIGTERM or Ctrl-C after the requests that are under way. uvicorn raises the signal
-    # once more when it has stopped; that one must not end the process before the ledger is closed.
     stops = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(stop, lambda *_: None) for stop in stops]
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
-        book.close()
+        close()
         listener.close()
         for stop, handler in zip(stops, before, strict=True):
             signal.signal(stop, handler)
@@ -386,7 +395,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listener_on(host: str, port: int) -> socket.socket:
     """A socket that listens there, so that its port is known before the service starts."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -358,6 +358,7 @@ app.command()(serve)
 app.command()(adapter_commands.free)
 app.command()(adapter_commands.claims)
 app.command()(adapter_commands.slurm)
+app.command()(adapter_commands.extender)
 
 
 @app.command()

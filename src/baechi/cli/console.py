@@ -48,6 +48,8 @@ class Group(TyperGroup):
                 case ModuleNotFoundError(name="torch"):
                     text = f"{needs} torch 2.11 or later, which is not here: "
                     text += "pip install 'baechi[torch]'."
+                case ModuleNotFoundError(name="httpx"):
+                    text = f"{needs} httpx: pip install 'baechi[client]'."
                 case ModuleNotFoundError(name=name) if name in _SERVES:
                     text = f"{needs} {name}: pip install 'baechi[serve]'."
                 case OSError() if error.errno != errno.EPIPE:  # else the reader of it is gone
