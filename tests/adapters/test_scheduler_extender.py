@@ -12,7 +12,9 @@ from fastapi.testclient import TestClient
 
 import baechi
 from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, Topology
-from baechi.adapters.extender_service import ApiServer, GraphFolder, create_extender_app
+from baechi.adapters.api_server import ApiServer
+from baechi.adapters.extender_service import create_extender_app
+from baechi.adapters.graph_folder import GraphFolder
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, Extender
 from baechi.scheduling import Claim, Ledger
 

@@ -60,8 +60,8 @@ def test_hami_leaves_what_no_pod_was_allocated(register: str) -> None:
         pod("over", {"hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,900,9:"}, phase="Succeeded"),
     ]
     first, *others = hami_devices([node("n1", {"hami.io/node-nvidia-register": register})], pods)
-    assert first == FreeDevice("n1", "gpu0", 77920 * MIB, 500, "A100-SXM-80GB", "GPU-a")
-    expected = [] if register is NEW else [("n1/gpu1", 81915 * MIB, 1000)]
+    assert first == FreeDevice("n1", "GPU-a", 77920 * MIB, 500, "A100-SXM-80GB", "GPU-a")
+    expected = [] if register is NEW else [("n1/GPU-b", 81915 * MIB, 1000)]
     assert [(row.full_name, row.memory_bytes, row.share_milli) for row in others] == expected
 
 

@@ -89,8 +89,8 @@ def test_other_sources(run, tmp_path):
     }
     (tmp_path / "nodes.json").write_text(json.dumps(node))
     (tmp_path / "pods.json").write_text("[]")
-    for source, size in (("hami", "80.0 GiB"), ("kai", "40.0 GiB")):
-        assert f"n1/gpu0: {size}" in run("free", source, "nodes.json", "pods.json").stdout
+    for source, left in (("hami", "n1/GPU-a: 80.0 GiB"), ("kai", "n1/gpu0: 40.0 GiB")):
+        assert left in run("free", source, "nodes.json", "pods.json").stdout
 
 
 def test_what_does_not_fit_is_told_with_exit_code_3(run):

@@ -63,13 +63,13 @@ def hami_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
                 tasks[uid] += 1
     free = []
     for node in items_of(nodes, "Node"):
-        for place, card in enumerate(_registered(_annotations(node).get(_REGISTER, ""))):
+        for card in _registered(_annotations(node).get(_REGISTER, "")):
             if not card.healthy or tasks[card.uid] >= card.tasks:
                 continue
             left = max(card.memory - memory[card.uid], 0) * MIB
             share = max(card.compute - compute[card.uid], 0) * WHOLE_MILLI // 100
             name = node["metadata"]["name"]
-            free.append(FreeDevice(name, f"gpu{place}", left, share, card.kind, card.uid))
+            free.append(FreeDevice(name, card.uid, left, share, card.kind, card.uid))
     return tuple(free)
 
 

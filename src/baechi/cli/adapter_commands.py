@@ -1,7 +1,9 @@
 """The commands for cluster managers: `baechi free`, `baechi claims` and `baechi slurm`."""
 
 import json
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,7 @@ from baechi.records.cluster import Link, Topology
 from baechi.records.graph import OpGraph
 from baechi.storage.serialization import load
 from baechi.units import format_bytes, format_ns
+from baechi.validation import check_choice
 
 if TYPE_CHECKING:
     from baechi.adapters.free_devices import FreeDevice
@@ -197,7 +200,9 @@ def extender(
 
         baechi extender free.json --ledger ledger.sqlite --graphs graphs/
     """
-    from baechi.adapters.extender_service import ApiServer, GraphFolder, create_extender_app
+    from baechi.adapters.api_server import ApiServer
+    from baechi.adapters.extender_service import create_extender_app
+    from baechi.adapters.graph_folder import GraphFolder
     from baechi.adapters.scheduler_extender import Extender
     from baechi.scheduling.ledger import Ledger
 
@@ -214,6 +219,61 @@ def extender(
         asked = Extender(book, GraphFolder(graphs), server.bind, effort=effort)
         app = create_extender_app(asked, server.pods)
         run_service(app, listener, host, 10, closing.close)
+
+
+def operator(
+    free: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FREE", help="The devices, as `baechi free` writes them, for a new ledger."
+        ),
+    ] = None,
+    *,
+    ledger: Annotated[Path, typer.Option(help="Keep reservations in this file.")],
+    graphs: Annotated[Path, typer.Option(help="A folder of graph files, found by their digests.")],
+    api: Annotated[str, typer.Option(help="The API server.")] = "https://kubernetes.default.svc",
+    account: Annotated[
+        Path, typer.Option(help="A folder with the service account's token and ca.crt.")
+    ] = Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+    spelling: Annotated[
+        str,
+        typer.Option(
+            help="How pods say which part of a GPU they take: none, hami, kai or device-plugin."
+        ),
+    ] = "none",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two turns.")] = 5.0,
+) -> None:
+    """Run BaechiJobs of Kubernetes, and answer Kueue's admission checks.
+
+    A BaechiJob gets devices for its graph and a pod on each; docs/deploy/ has the resource and
+    manifests. Needs httpx: `pip install 'baechi[client]'`.
+
+    For example:
+
+        baechi operator free.json --ledger ledger.sqlite --graphs graphs/ --spelling hami
+    """
+    from baechi.adapters.api_server import ApiServer
+    from baechi.adapters.baechi_job import SPELLINGS
+    from baechi.adapters.graph_folder import GraphFolder
+    from baechi.adapters.job_operator import Operator
+    from baechi.scheduling.ledger import Ledger
+
+    check_choice(spelling, SPELLINGS, "spelling")
+    if free is None and not ledger.exists():
+        raise InputError(f"there is no ledger {ledger} yet, and no devices; give FREE.")
+    base = None if free is None else load(free, Topology)
+    with ExitStack() as closing:
+        server = ApiServer(api, account)
+        closing.callback(server.close)
+        book = Ledger(base, ledger)
+        closing.callback(book.close)
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        turns = Operator(server, book, GraphFolder(graphs), spelling=spelling)
+        say(f"running BaechiJobs of {api}")
+        turns.run(every, stop, lambda text: say(text, error=True))
+    say("stopped")
 
 
 def _read(source: str, files: Sequence[str], kinds: Mapping[str, str]) -> "tuple[FreeDevice, ...]":

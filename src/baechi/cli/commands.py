@@ -359,6 +359,7 @@ app.command()(adapter_commands.free)
 app.command()(adapter_commands.claims)
 app.command()(adapter_commands.slurm)
 app.command()(adapter_commands.extender)
+app.command()(adapter_commands.operator)
 
 
 @app.command()

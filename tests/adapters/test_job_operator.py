@@ -1,0 +1,473 @@
+"""The operator: BaechiJobs from their making to their end, and Kueue's admission checks."""
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from api_server import KilledError, Objects
+
+import baechi
+from baechi import InputError, Link, Op, OpGraph, Tensor, Topology
+from baechi.adapters.api_server import ApiServer
+from baechi.adapters.baechi_job import JOB_LABEL, SPELLINGS, key_of
+from baechi.adapters.job_operator import Operator
+from baechi.adapters.kueue import CONTROLLER
+from baechi.adapters.scheduler_extender import CLAIMS, GRAPH
+from baechi.scheduling import Claim, Ledger
+from baechi.storage.serialization import dumps
+
+GIB = 2**30
+LINK = Link(5_000, 300 * 10**9)
+SITE = Topology.grid(1, 2, 2, "16GiB", node_link=LINK, switch_link=LINK)
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+
+
+def chain(n: int, gib: int = 10) -> OpGraph:
+    ops = tuple(Op(f"layer{i}", 10**6, persistent_bytes=gib * GIB) for i in range(n))
+    return OpGraph(ops, tuple(Tensor(i, (i + 1,), 2**20) for i in range(n - 1)))
+
+
+SMALL, LARGE, HUGE = chain(1), chain(3), chain(9)
+GRAPHS = {graph.digest: graph for graph in (SMALL, LARGE, HUGE)}
+
+
+@pytest.fixture(scope="module")
+def account(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("account")
+    (folder / "token").write_text("secret")
+    return folder
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return Objects()
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(SITE)
+
+
+@pytest.fixture
+def operator(objects: Objects, ledger: Ledger, account: Path) -> Operator:
+    return operator_of(objects, ledger, account)
+
+
+def operator_of(objects: Objects, ledger: Ledger, account: Path, **options: Any) -> Operator:
+    api = ApiServer("http://api", account, transport=httpx.MockTransport(objects))
+    return Operator(api, ledger, GRAPHS.__getitem__, clock=lambda: 1_800_000_000, **options)
+
+
+def job(name: str, graph: OpGraph = LARGE, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "baechi.dev/v1alpha1",
+        "kind": "BaechiJob",
+        "metadata": {"name": name, "namespace": "team", "generation": 1},
+        "spec": {"graph": {"digest": graph.digest}, "image": "train:1", **spec},
+    }
+
+
+def phases(objects: Objects) -> dict[str, str]:
+    return {row["metadata"]["name"]: row["status"]["phase"] for row in objects.of("baechijobs")}
+
+
+def condition(objects: Objects, name: str) -> Any:
+    return objects.rows["baechijobs", "team", name]["status"]["conditions"][0]
+
+
+def play(objects: Objects, phase: str, *names: str) -> None:
+    """What the kubelets do: these pods, or all, are in a phase."""
+    for pod in objects.of("pods"):
+        if not names or pod["metadata"]["name"] in names:
+            pod["status"] = {"phase": phase}
+
+
+def test_a_job_has_a_pod_on_each_of_its_devices_until_it_ends(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("baechijobs", job("a", command=["python3"], env=[{"name": "RANK", "value": "x"}]))
+    operator.turn()
+    assert phases(objects) == {"a": "Starting"}
+    (held,) = ledger.snapshot().jobs.values()
+    first, *others = objects.of("pods")
+    assert [row["metadata"]["name"] for row in (first, *others)] == ["a-0", "a-1", "a-2"]
+    spec = first["spec"]
+    assert spec["nodeSelector"] == {"kubernetes.io/hostname": held.claims[0].device.split("/")[0]}
+    values = {row["name"]: row["value"] for row in spec["containers"][0]["env"]}
+    assert values["RANK"] == "x"  # the user's own
+    assert values["WORLD_SIZE"] == "3"
+    assert values["MASTER_ADDR"] == "a-0.a.team.svc"
+    assert values["BAECHI_DEVICE"] == held.claims[0].device
+    assert int(values["BAECHI_MEMORY_BYTES"]) == held.claims[0].memory_bytes
+    assert first["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    (service,) = objects.of("services")
+    assert service["spec"]["selector"] == {JOB_LABEL: "a"}
+    assert (spec["hostname"], spec["subdomain"]) == ("a-0", service["metadata"]["name"])
+    play(objects, "Running")
+    operator.turn()
+    assert phases(objects) == {"a": "Running"}
+    status = objects.rows["baechijobs", "team", "a"]["status"]
+    assert status["placement"]["stepNs"] > 0
+    assert status["observedGeneration"] == 1
+    play(objects, "Succeeded")
+    operator.turn()
+    assert phases(objects) == {"a": "Succeeded"}
+    operator.turn()
+    assert not ledger.snapshot().jobs
+    events = [(row["reason"], row["type"]) for row in objects.rows.values() if "reason" in row]
+    assert events == [("Reserved", "Normal"), ("Running", "Normal"), ("Done", "Normal")]
+    number = len(objects.asked)
+    operator.turn()  # what has ended is left alone
+    assert not any(row.startswith(("POST", "PATCH")) for row in objects.asked[number:])
+
+
+def test_a_job_that_waits_says_for_what_and_starts_when_that_ends(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("baechijobs", job("a"))
+    objects.add("baechijobs", job("b"))
+    operator.turn()
+    assert phases(objects) == {"a": "Starting", "b": "Waiting"}
+    said = condition(objects, "b")
+    assert said["reason"] == "Waits"
+    assert "a place is free once baechijob/team/a/uid-1 ends" in said["message"]
+    before = said["lastTransitionTime"]
+    play(objects, "Succeeded")
+    operator.turn()
+    assert phases(objects) == {"a": "Succeeded", "b": "Waiting"}  # the end is written first
+    operator.turn()
+    assert phases(objects) == {"a": "Succeeded", "b": "Starting"}
+    assert condition(objects, "b")["lastTransitionTime"] == before  # the clock stands still
+    objects.add("baechijobs", job("huge", HUGE))
+    operator.turn()
+    assert condition(objects, "huge")["reason"] == "DoesNotFit"
+    assert "Give" in condition(objects, "huge")["message"]
+    assert list(ledger.snapshot().jobs) == [key_of(objects.rows["baechijobs", "team", "b"])]
+
+
+def test_a_pod_that_fails_ends_its_job(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("baechijobs", job("a"))
+    operator.turn()
+    play(objects, "Running")
+    play(objects, "Failed", "a-1")
+    operator.turn()
+    assert phases(objects) == {"a": "Failed"}
+    assert condition(objects, "a")["message"] == "pod a-1 failed"
+    assert ledger.snapshot().jobs  # the others run on it still
+    operator.turn()
+    operator.turn()
+    assert [row["metadata"]["name"] for row in objects.of("pods")] == ["a-1"]
+    assert not ledger.snapshot().jobs
+    assert objects.of("events")[-1]["type"] == "Warning"
+
+
+def test_a_job_that_is_deleted_releases(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    row = objects.add("baechijobs", job("a"))
+    operator.turn()
+    del objects.rows["baechijobs", "team", "a"]
+    operator.turn()
+    assert ledger.snapshot().jobs  # its pods run still
+    for name in ("a-0", "a-1", "a-2"):
+        del objects.rows["pods", "team", name]
+    operator.turn()
+    assert not ledger.snapshot().jobs
+    objects.add("baechijobs", {**row, "metadata": {**row["metadata"], "uid": "another"}})
+    operator.turn()
+    assert list(ledger.snapshot().jobs) == ["baechijob/team/a/another"]
+    objects.rows["baechijobs", "team", "a"]["metadata"]["deletionTimestamp"] = "now"
+    operator.turn()
+    operator.turn()
+    assert not ledger.snapshot().jobs
+
+
+def test_a_graph_may_come_late_in_a_config_map(objects: Objects, operator: Operator) -> None:
+    row = job("a")
+    row["spec"]["graph"] = {"configMap": {"name": "graphs"}}
+    objects.add("baechijobs", row)
+    operator.turn()
+    assert condition(objects, "a")["reason"] == "NoGraph"
+    text = dumps(LARGE)
+    config = {"metadata": {"name": "graphs", "namespace": "team"}, "data": {"graph.json": text}}
+    objects.add("configmaps", config)
+    operator.turn()
+    assert phases(objects) == {"a": "Starting"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"placement": {"same": "rack"}}, "same is 'rack'"),
+        ({"placement": {"maxDevices": -1}}, "max_devices"),
+        ({"placement": {"effort": "much"}}, "effort"),
+        ({"placement": [1]}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_and_the_others_go_on(
+    objects: Objects, operator: Operator, spec: Any, said: str
+) -> None:
+    objects.add("baechijobs", job("a", **spec))
+    objects.add("baechijobs", job("b"))
+    operator.turn()
+    assert phases(objects) == {"a": "Failed", "b": "Starting"}
+    assert said in condition(objects, "a")["message"]
+
+
+def test_a_pod_says_its_part_as_others_spell_it(
+    objects: Objects, ledger: Ledger, account: Path
+) -> None:
+    found = {}
+    for spelling in SPELLINGS:
+        objects.rows.clear()
+        row = objects.add("baechijobs", job("a", SMALL, placement={"shareMilli": 250}))
+        operator_of(objects, ledger, account, spelling=spelling).turn()
+        (pod,) = objects.of("pods")
+        (container,) = pod["spec"]["containers"]
+        notes = pod["metadata"]["annotations"]
+        found[spelling] = notes, container["resources"]["limits"], pod["spec"]
+        ledger.release(key_of(row))
+    notes, limits, _ = found["hami"]
+    assert notes["nvidia.com/use-gpuuuid"] == "0"
+    assert limits == {
+        "nvidia.com/gpu": "1",
+        "nvidia.com/gpumem": "10240",
+        "nvidia.com/gpucores": "25",
+    }
+    notes, _, spec = found["kai"]
+    assert (notes["gpu-memory"], spec["schedulerName"]) == ("10240", "kai-scheduler")
+    assert found["device-plugin"][1] == {"nvidia.com/gpu": "1"}
+    with pytest.raises(InputError, match="spelling"):
+        operator_of(objects, ledger, account, spelling="mps")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_kills_the_operator_no_device_is_held_twice_and_none_leaks(
+    account: Path, seed: int
+) -> None:
+    """A hundred kills a seed, before or after any request of any turn."""
+    draw = random.Random(seed)
+    objects, ledger = Objects(), Ledger(SITE)
+    kills = made = 0
+    while kills < 100:
+        if draw.random() < 0.3:
+            made += 1
+            objects.add("baechijobs", job(f"j{made}", draw.choice((SMALL, LARGE))))
+        for pod in objects.of("pods"):
+            at = (pod.get("status") or {}).get("phase", "Pending")
+            after = {"Pending": ["Running"], "Running": ["Running", "Succeeded", "Failed"]}
+            pod["status"] = {"phase": draw.choice(after.get(at, [at]))}
+        if draw.random() < 0.1 and objects.of("baechijobs"):
+            gone = draw.choice(objects.of("baechijobs"))["metadata"]
+            del objects.rows["baechijobs", "team", gone["name"]]
+            for pod in objects.of("pods"):  # the garbage collector
+                if pod["metadata"]["ownerReferences"][0]["uid"] == gone["uid"]:
+                    del objects.rows["pods", "team", pod["metadata"]["name"]]
+        objects.kill_at = (len(objects.asked) + draw.randint(1, 6), draw.random() < 0.5)
+        try:
+            operator_of(objects, ledger, account).turn()
+        except KilledError:
+            kills += 1
+        held = ledger.snapshot().jobs
+        taken = [claim.device for row in held.values() for claim in row.claims]
+        for pod in objects.of("pods"):
+            if (pod.get("status") or {}).get("phase", "Pending") in ("Pending", "Running"):
+                owner = pod["metadata"]["ownerReferences"][0]
+                assert f"baechijob/team/{owner['name']}/{owner['uid']}" in held
+        assert len(taken) == len(set(taken))  # each claims all that is left of a device
+    objects.kill_at = None
+    for _ in range(3 * made + 3):  # undisturbed, all end
+        operator_of(objects, ledger, account).turn()
+        for pod in objects.of("pods"):
+            if (pod.get("status") or {}).get("phase") != "Failed":
+                pod["status"] = {"phase": "Succeeded"}
+    assert set(phases(objects).values()) <= {"Succeeded", "Failed"}
+    assert all(use == (0, 0, 0) for use in ledger.snapshot().uses)
+
+
+def test_an_api_server_that_is_away_is_asked_again(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("baechijobs", job("a"))
+    objects.away = True
+    stop, said = threading.Event(), []
+
+    def report(text: str) -> None:
+        said.append(text)
+        objects.away = False
+        objects.add("baechijobs", job("b", SMALL))
+
+    thread = threading.Thread(target=operator.run, args=(0.001, stop, report))
+    thread.start()
+    while not ledger.snapshot().jobs:
+        pass
+    stop.set()
+    thread.join()
+    assert len(said) == 1
+    assert "refused" in said[0]
+
+
+def workload(name: str, graph: OpGraph | None = SMALL, count: int = 1, **status: str) -> Any:
+    notes = {GRAPH: graph.digest} if graph is not None else {}
+    template = {"metadata": {"annotations": notes}, "spec": {}}
+    conditions = {"QuotaReserved": "True", **status}
+    return {
+        "metadata": {"name": name, "namespace": "team"},
+        "spec": {"podSets": [{"name": "main", "count": count, "template": template}]},
+        "status": {
+            "conditions": [{"type": key, "status": value} for key, value in conditions.items()],
+            "admissionChecks": [
+                {"name": "baechi", "state": "Pending", "message": ""},
+                {"name": "other", "state": "Pending", "message": "theirs"},
+            ],
+        },
+    }
+
+
+def admission(name: str = "baechi", controller: str = CONTROLLER) -> Any:
+    return {"metadata": {"name": name}, "spec": {"controllerName": controller}}
+
+
+def states(objects: Objects) -> dict[str, tuple[str, str]]:
+    return {
+        row["metadata"]["name"]: tuple(check["state"] for check in row["status"]["admissionChecks"])
+        for row in objects.of("workloads")
+    }
+
+
+def test_kueue_hears_ready_with_a_node_retry_or_rejected(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("admissionchecks", admission())
+    objects.add("admissionchecks", admission("other", "somebody's"))
+    for place in range(4):
+        taken = "12GiB" if place else "1GiB"
+        ledger.reserve(f"old{place}", [Claim(SITE.devices[place].name, taken, 1)])
+    objects.add("workloads", workload("a"))
+    objects.add("workloads", workload("b"))
+    objects.add("workloads", workload("c", HUGE))
+    objects.add("workloads", workload("d", count=2))
+    objects.add("workloads", workload("e", None))
+    objects.add("workloads", workload("f", QuotaReserved="False"))
+    operator.turn()
+    checks = {row["metadata"]["name"]: row.get("status") for row in objects.of("admissionchecks")}
+    assert checks["baechi"]["conditions"][0]["type"] == "Active"
+    assert checks["other"] is None
+    assert states(objects) == {
+        "a": ("Ready", "Pending"),
+        "b": ("Retry", "Pending"),
+        "c": ("Rejected", "Pending"),
+        "d": ("Rejected", "Pending"),
+        "e": ("Rejected", "Pending"),
+        "f": ("Pending", "Pending"),
+    }
+    first = objects.rows["workloads", "team", "a"]["status"]["admissionChecks"][0]
+    (update,) = first["podSetUpdates"]
+    assert update["nodeSelector"] == {"kubernetes.io/hostname": "node0"}
+    assert "node0/0" in update["annotations"][CLAIMS]
+    version = ledger.snapshot().version
+    operator.turn()
+    assert ledger.snapshot().version == version
+
+
+def test_what_a_workload_has_goes_when_it_ends_loses_its_quota_or_is_gone(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("admissionchecks", admission())
+    for name in "abc":
+        objects.add("workloads", workload(name))
+    operator.turn()
+    assert len(ledger.snapshot().jobs) == 3
+    for name, kind, value in (("a", "Finished", "True"), ("b", "QuotaReserved", "False")):
+        conditions = objects.rows["workloads", "team", name]["status"]["conditions"]
+        conditions[:] = [{"type": kind, "status": value}]
+    del objects.rows["workloads", "team", "c"]
+    operator.turn()
+    assert not ledger.snapshot().jobs
+
+
+def test_an_answer_to_an_older_version_changes_nothing(
+    objects: Objects, ledger: Ledger, account: Path
+) -> None:
+    """Kueue has changed the workload since it was listed: the next turn answers anew."""
+    objects.add("admissionchecks", admission())
+    row = objects.add("workloads", workload("a"))
+
+    def stale(request: httpx.Request) -> httpx.Response:
+        if request.method == "PATCH" and "workloads" in request.url.path:
+            row["metadata"]["resourceVersion"] = "later"
+        return objects(request)
+
+    api = ApiServer("http://api", account, transport=httpx.MockTransport(stale))
+    Operator(api, ledger, GRAPHS.__getitem__).turn()
+    assert states(objects) == {"a": ("Pending", "Pending")}
+    operator_of(objects, ledger, account).turn()
+    assert states(objects) == {"a": ("Ready", "Pending")}
+    assert len(ledger.snapshot().jobs) == 1
+
+
+def test_the_manifests_fit_what_the_operator_does(objects: Objects, operator: Operator) -> None:
+    """The example runs, its fields are the resource's, and every request is granted by the role."""
+    example = yaml.safe_load((DEPLOY / "example-job.yaml").read_text())
+    (resource,) = yaml.safe_load_all((DEPLOY / "baechijob.yaml").read_text())
+    (version,) = resource["spec"]["versions"]
+    assert example["apiVersion"] == f"{resource['spec']['group']}/{version['name']}"
+    known = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert set(example["spec"]) <= set(known)
+    assert set(example["spec"]["placement"]) <= set(known["placement"]["properties"])
+    objects.add("baechijobs", example)
+    data = {"graph.json": dumps(LARGE)}
+    config = {"metadata": {"name": "gpt2-graph", "namespace": "default"}, "data": data}
+    objects.add("configmaps", config)
+    check, _ = yaml.safe_load_all((DEPLOY / "kueue.yaml").read_text())
+    assert check["spec"]["controllerName"] == CONTROLLER
+    objects.add("admissionchecks", check)
+    objects.add("workloads", workload("a"))
+    operator.turn()
+    assert phases(objects) == {"gpt2": "Starting"}
+    play(objects, "Running")
+    play(objects, "Failed", "gpt2-0")
+    operator.turn()
+    operator.turn()
+    assert phases(objects) == {"gpt2": "Failed"}
+    rows = yaml.safe_load_all((DEPLOY / "operator.yaml").read_text())
+    (role,) = (row for row in rows if row["kind"] == "ClusterRole")
+    granted = {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    verbs = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+    used = set()
+    for line in objects.asked:
+        method, _, path = line.partition(" ")
+        parts = [part for part in path.split("/") if part]
+        parts = parts[2:] if parts[0] == "api" else parts[3:]
+        parts = parts[2:] if parts[0] == "namespaces" else parts
+        named = len(parts) > 1
+        kind = parts[0] + ("/status" if parts[-1] == "status" else "")
+        used.add((kind, verbs.get(method) or ("get" if named else "list")))
+    assert used == granted
+
+
+def test_the_command_says_what_it_needs(tmp_path, monkeypatch) -> None:
+    from typer.testing import CliRunner
+
+    from baechi.cli.commands import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graphs").mkdir()
+    baechi.dump(SITE, tmp_path / "free.json")
+    words = ["operator", "free.json", "--ledger", "ledger.sqlite", "--graphs", "graphs"]
+    said = CliRunner().invoke(app, [*words, "--account", "nowhere"])
+    assert said.exit_code == 2
+    assert "no service account's token" in said.stderr
+    said = CliRunner().invoke(app, [*words, "--spelling", "mps"])
+    assert "none, hami, kai, device-plugin" in said.stderr
