@@ -62,7 +62,7 @@ from baechi.tracing.calling_convention import Call, beside, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
-from baechi.units import format_ns
+from baechi.units import format_bytes, format_ns
 from baechi.validation import check_choice, check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -425,6 +425,8 @@ class _Planner:
             *(self.threads, self.compile, self.cuda_graphs),
             **microbatches,
         )
+        if special.rhythm is not None:
+            self._check_room(special, special.rhythm.peak_bytes)
         plain = special.batches == 1 and not special.own_loss and not self.needs_runtime
         if plain and len(set(placement.devices)) == 1:
             peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
@@ -432,6 +434,24 @@ class _Planner:
                 special.unsplit_on = self.places[placement.devices[0]]
         special.wants_gradients = self.training
         return special
+
+    def _check_room(self, special: Executable, peaks: tuple[int, ...]) -> None:
+        """Raise an error where micro-batches need more than a device has, and close the plan."""
+        missing = dict(overflows(Schedule((), (), peaks), self.cluster, self.constraints))
+        if not missing:
+            return
+        special.close()
+        name, extra = max(missing.items(), key=lambda row: row[1])
+        needed = next(
+            peak for row, peak in zip(self.cluster.devices, peaks, strict=True) if row.name == name
+        )
+        left = tuple((row.name, row.memory_bytes) for row in self.cluster.devices)
+        text = (
+            f"{name} would need {format_bytes(needed)} for {special.batches} micro-batches, "
+            f"{format_bytes(extra)} more than it has: a call keeps what all of them leave for the "
+            "backward. Use placed.step(...), which keeps less; or smaller batches, or more memory."
+        )
+        raise InfeasibleError(text, name, needed, left, extra, name)
 
     def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
         """What is faster by measurement: a split, or all on the best device, where that fits."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from microbatch_oracle import run
+from microbatch_oracle import launched_peaks, run
 from strategies import clusters, graphs, placements, steps
 
 from baechi import Cluster, InputError, Link, Op, OpGraph, Placement, Tensor, simulate
@@ -145,9 +145,11 @@ def test_the_step_is_that_of_a_slow_oracle(data, graph, cluster, microbatches):
     joined = data.draw(st.booleans())
     rhythm = ordered_turns(graph, cluster, placement, microbatches, joined=joined, effort="fast")
     segments, turns = rhythm.segments, rhythm.turns
-    oracle = run(*(graph, cluster, placement.devices, segments, turns, microbatches), joined=joined)
+    rows = graph, cluster, placement.devices, segments, turns, microbatches
+    oracle = run(*rows, joined=joined)
+    peaks = tuple(map(max, oracle.peaks(), launched_peaks(*rows, joined=joined)))
     assert rhythm.step_ns == oracle.makespan
-    assert rhythm.peak_bytes == tuple(oracle.peaks())
+    assert rhythm.peak_bytes == peaks
     limits = map(oracle.memory, range(len(cluster.devices)))
     if all(peak <= limit for peak, limit in zip(oracle.peaks(), limits, strict=True)):
         assert rhythm.lower_bound_ns <= rhythm.step_ns
@@ -157,7 +159,8 @@ def test_the_step_is_that_of_a_slow_oracle(data, graph, cluster, microbatches):
         n = len(graph.ops)
         spans = {(span.op % n, span.op // n) for span in schedule.spans}
         whole, copies = copies_of(graph, placed)
-        assert schedule == simulate(whole, cluster, copies)
+        alone = simulate(whole, cluster, copies)
+        assert (schedule.spans, schedule.transfers) == (alone.spans, alone.transfers)
         assert schedule.makespan_ns == oracle.makespan
         assert schedule.peak_bytes == rhythm.peak_bytes
         committed = [(device, start, end) for device, start, end in oracle.spans.values()]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.runtime.autograd.binding import bind
 from baechi.runtime.batched_calls import Microbatches, ModelWithLoss, train
 from baechi.runtime.executable import Executable
@@ -442,3 +443,65 @@ def test_gradients_that_wait_to_be_added_are_in_the_predicted_peak(
     said = placed.rhythm.peak_bytes
     for seen, predicted in zip(meter.peak_bytes, said, strict=True):
         assert 0.97 * seen <= predicted <= 1.15 * seen
+
+
+class Deep(nn.Module):
+    """Layers with skips, whose activations are more than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("placer", "n"),
+    [("round-robin", 4), (baechi.RandomPlacer(0), 4), (baechi.RandomPlacer(1), 8), ("auto", 4)],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_no_device_of_a_plan_that_parts_everywhere_holds_more_than_predicted(
+    placer: str | baechi.RandomPlacer, n: int, inside: bool
+) -> None:
+    x = torch.randn(64 * n, 16)
+    placed = lazily(Deep(), microbatches=n, placer=placer)
+
+    def step() -> None:
+        if inside:
+            placed.step(x, targets=x, loss=square)
+        else:
+            square(placed(x), x).backward()
+
+    step()
+    placed.zero_grad()
+    with placed.metered() as meter:
+        step()
+    for seen, said in zip(meter.peak_bytes, placed.rhythm.peak_bytes, strict=True):
+        assert seen <= 1.002 * said  # a sum of losses is in no graph
+
+
+def test_a_call_that_keeps_more_than_there_is_is_refused_and_a_step_is_not() -> None:
+    x = torch.randn(512, 16)
+    free = lazily(Deep(), microbatches=8)
+    square(free(x), x).backward()
+    room = max(free.rhythm.peak_bytes) * 2 // 3
+    with patch("baechi.placing.probe", lambda _: cpus(2, room)):
+        placed = baechi.place(
+            *(Deep(), ["cpu:0", "cpu:1"]),
+            microbatches=8,
+            placer="round-robin",
+            costs="estimate",
+            threads_per_device=1,
+            progress=False,
+        )
+    with pytest.raises(InfeasibleError, match=r"8 micro-batches, .*keeps less"):
+        placed(x)
+    placed.step(x, targets=x, loss=square)
+    placed.zero_grad()
+    with placed.metered() as meter:
+        placed.step(x, targets=x, loss=square)
+    assert max(meter.peak_bytes) <= room

@@ -91,3 +91,46 @@ def run(graph, cluster, devices, segments, turns, microbatches, *, joined=False)
         for op in segments[segment]:
             oracle.commit(index[op, batch], devices[op])
     return oracle
+
+
+def launched_peaks(graph, cluster, devices, segments, turns, microbatches, *, joined=False):
+    """Peaks of devices where turns run one by one, and send what they made when they end."""
+    whole, index = copies(graph, segments, microbatches, joined=joined)
+    home = {at: devices[op] for (op, _), at in index.items()}
+    pools = [row.pool or number for number, row in enumerate(cluster.devices)]
+    pool = {at: pools[device] for at, device in home.items()}
+    live = dict.fromkeys(pools, 0)
+    for at, op in enumerate(whole.ops):
+        live[pool[at]] += op.persistent_bytes
+    peaks, left, ran = dict(live), {}, set()
+    for segment, batch in turns:
+        own = [index[op, batch] for op in segments[segment]]
+        for at in own:
+            for number, tensor in enumerate(whole.tensors):
+                if tensor.producer == at:
+                    live[pool[at]] += tensor.nbytes
+                    left[number, pool[at]] = {r for r in tensor.consumers if pool[r] == pool[at]}
+            op = whole.ops[at]
+            for place, held in live.items():
+                scratch = op.workspace_bytes - op.reused_bytes if place == pool[at] else 0
+                peaks[place] = max(peaks[place], held + scratch)
+            ran.add(at)
+            for number, place in list(left):
+                tensor = whole.tensors[number]
+                waits = any(pool[r] != place for r in tensor.consumers) and tensor.producer in own
+                stays = tensor.kept or not tensor.consumers
+                if left[number, place] <= ran and not waits:
+                    if not (stays and place == pool[tensor.producer]):
+                        live[place] -= tensor.nbytes
+                    del left[number, place]
+        for number, tensor in enumerate(whole.tensors):
+            if tensor.producer in own:
+                for place in {pool[r] for r in tensor.consumers} - {pool[tensor.producer]}:
+                    live[place] += tensor.nbytes
+                    left[number, place] = {r for r in tensor.consumers if pool[r] == place}
+                here = number, pool[tensor.producer]
+                if here in left and left[here] <= ran:
+                    if not tensor.kept and tensor.consumers:
+                        live[here[1]] -= tensor.nbytes
+                    del left[here]
+    return [peaks[place] for place in pools]

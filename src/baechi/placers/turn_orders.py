@@ -50,9 +50,9 @@ from baechi.placers.local_search import Budget, improved
 from baechi.placers.placer import Placer, live_loads
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.coarsening import Coarse, coarsen
-from baechi.problem.microbatches import Turns, Unrolled, launches, segments_of
+from baechi.problem.microbatches import Turns, Unrolled, as_run, segments_of
 from baechi.problem.problem_arrays import LIMIT, Problem
-from baechi.problem.simulation import fits_memory, period_ns, replay, simulate
+from baechi.problem.simulation import period_ns, replay, simulate
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
@@ -127,48 +127,42 @@ def ordered_turns(
     check_effort(effort)
     problem = Problem(graph, cluster, constraints)
     replay(problem, placement.devices, placement.order)  # which checks it
-    rows = segments_of(graph, placement) if segments is None else tuple(map(tuple, segments))
+    own = segments_of(graph, placement)
+    rows = own if segments is None else tuple(map(tuple, segments))
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
+    turns = replace(turns, segments=as_run(graph, rows))
     known = placement.microbatches == microbatches and not joined and not in_flight
-    if known and placement.turns and rows == segments_of(graph, placement):
+    if known and placement.turns and turns.segments == own:
         order: Order = tuple((at, batch) for at, batch in placement.turns)
-        timeline = _clocked(turns, order)
+        step_ns, peaks = turns.clocked(order)
     else:
-        order, timeline = shortest_order(turns, effort, in_flight)
-    peaks = timeline.peaks()
+        order, step_ns, peaks = shortest_order(turns, effort, in_flight)
     return Rhythm(
-        rows,
+        turns.segments,
         order,
-        timeline.makespan(),
+        step_ns,
         tuple(peaks[pool] for pool in problem.device_pool),
         lower_bound_ns(turns.ops[1]),
     )
 
 
-def shortest_order(turns: Turns, effort: str, in_flight: int = 0) -> tuple[Order, _core.Timeline]:
-    """The best order found, and the timeline of all copies in it."""
+def shortest_order(turns: Turns, effort: str, in_flight: int = 0) -> tuple[Order, int, list[int]]:
+    """The best order found, with the step and the peak of every pool of all copies in it."""
     memory = turns.problem.pool_memory
     rated = sorted(_schedules(turns, effort, in_flight), key=lambda row: row[0])
     copies, _ = turns.capped()
     one_by_one = turns.order_of(copies, range(copies.arrays.ops))
-    best: tuple[int, int, Order, _core.Timeline] | None = None
+    best: tuple[int, int, Order, list[int]] | None = None
     for number, order in enumerate((*(order for _, order in rated), one_by_one)):
         if number >= _SIMULATED[effort] and best is not None and best[0] == 0:
             break
-        timeline = _clocked(turns, order)
-        over = sum(max(0, p - m) for p, m in zip(timeline.peaks(), memory, strict=True))
-        if best is None or (over, timeline.makespan()) < best[:2]:
-            best = over, timeline.makespan(), order, timeline
+        step_ns, peaks = turns.clocked(order)
+        over = sum(max(0, p - m) for p, m in zip(peaks, memory, strict=True))
+        if best is None or (over, step_ns) < best[:2]:
+            best = over, step_ns, order, peaks
     assert best is not None
-    return best[2:]
-
-
-def _clocked(turns: Turns, order: Order) -> _core.Timeline:
-    """The timeline of all copies in this order."""
-    copies, problem = turns.ops
-    timeline = problem.timeline()
-    timeline.fold(*launches(copies, turns.placement.devices, turns.segments, order))
-    return timeline
+    _, step_ns, order, peaks = best
+    return order, step_ns, peaks
 
 
 def _schedules(turns: Turns, effort: str, in_flight: int) -> list[tuple[int, Order]]:
@@ -259,10 +253,10 @@ class Pipelines:
         rated: list[tuple[int, str, Turns, Order]] = []
 
         def rate(label: str, turns: Turns, effort: str, more_ns: int = 0) -> None:
-            order, timeline = shortest_order(turns, effort)
-            if fits_memory(self.problem, timeline):
-                steps[label] = timeline.makespan() + more_ns
-                rated.append((timeline.makespan() + more_ns, label, turns, order))
+            order, step_ns, peaks = shortest_order(turns, effort)
+            if all(p <= m for p, m in zip(peaks, self.problem.pool_memory, strict=True)):
+                steps[label] = step_ns + more_ns
+                rated.append((step_ns + more_ns, label, turns, order))
             else:
                 steps.setdefault(label, "does not fit")
 

@@ -234,32 +234,36 @@ def segments_of(graph: OpGraph, placement: Placement) -> tuple[tuple[int, ...], 
         )
         for ops in phases
     )
-    return (*forward, *(((n,),) if graph.is_training else ()), *backward)
+    return as_run(graph, (*forward, *(((n,),) if graph.is_training else ()), *backward))
+
+
+def as_run(graph: OpGraph, segments: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The same segments, each in the order in which a step runs its ops.
+
+    In a training step that is the model's, whatever the placement's is (docs/memory.md).
+    """
+    if not graph.is_training:
+        return tuple(map(tuple, segments))
+    n = graph.n_forward
+    piece = {op: i for i, row in enumerate(segments) for op in row}
+    backward = {op: piece[twin] for op, twin in enumerate(graph.twins) if twin >= 0}
+    again = {op: at for at, unit in graph.units.items() for op in unit}
+    found: list[tuple[int, ...]] = []
+    rank: dict[int, int] = {}  # of the ops so far
+    for row in segments:
+        ops = tuple(row)
+        if max(row) < n:
+            ops = tuple(chain(*(tape for _, tape in tapes_of(graph, row, backward, again))))
+        elif min(row) > n and row[0] not in graph.units:  # what runs others again is apart
+            ops = tuple(sorted(row, key=lambda op: -rank[graph.ops[op].forward[0]]))
+        rank |= {op: len(rank) + i for i, op in enumerate(ops)}
+        found.append(ops)
+    return tuple(found)
 
 
 def run_order(graph: OpGraph, placement: Placement) -> tuple[int, ...]:
-    """The order in which a training step runs a placed graph: segment after segment.
-
-    Inside of one it is the model's, whatever the placement's is (docs/memory.md).
-    """
-    n, rows = graph.n_forward, segments_of(graph, placement)
-    piece = {op: i for i, row in enumerate(rows) for op in row}
-    backward = {op: piece[twin] for op, twin in enumerate(graph.twins) if twin >= 0}
-    again = {op: at for at, unit in graph.units.items() for op in unit}
-    forward = [
-        op
-        for row in rows
-        if row[0] < n
-        for _, ops in tapes_of(graph, row, backward, again)
-        for op in ops
-    ]
-    rank = {op: i for i, op in enumerate(forward)}
-    order = [*forward, n]
-    for row in rows:
-        if row[0] > n:
-            apart = row[0] in graph.units  # what runs others again has a segment for itself
-            order += row if apart else sorted(row, key=lambda op: -rank[graph.ops[op].forward[0]])
-    return tuple(order)
+    """The order in which a training step runs a placed graph: segment after segment."""
+    return tuple(chain(*segments_of(graph, placement)))
 
 
 @final
@@ -322,6 +326,52 @@ class Turns:
         copies = unrolled(self.graph, self.microbatches, joined=joined, segments=segments)
         pinned = self._pinned(self.problem.arrays, self.placement.devices)
         return copies, copies.problem(self.problem, pinned)
+
+    def clocked(self, order: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        """The step of all copies in this order, and the peak of every pool.
+
+        It is that by the clock, or as one thread launches the turns, whichever is more.
+        """
+        copies, problem = self.ops
+        timeline = problem.timeline()
+        timeline.fold(*launches(copies, self.placement.devices, self.segments, order))
+        launched = self.launched_peaks(order)
+        return timeline.makespan(), list(map(max, timeline.peaks(), launched))
+
+    def launched_peaks(self, order: Sequence[Sequence[int]]) -> list[int]:
+        """The peak of every pool where one thread launches all turns in this order.
+
+        An allocator gives and takes as the host launches, whatever runs meanwhile. So a copy is
+        there when its tensor's turn has been launched, and stays while turns of other devices are
+        that the clock has run by then.
+        """
+        copies, problem = self.ops
+        arrays, pool = copies.arrays, np.array(problem.device_pool)
+        where, rank = launches(copies, self.placement.devices, self.segments, order)
+        where, n = pool[where], len(rank)
+        position, ends = np.empty((2, n), np.int64)
+        position[rank] = np.arange(n)
+        sizes = [len(self.segments[at]) for at, _ in order]
+        ends[rank] = np.repeat(np.cumsum(sizes), sizes)  # of its turn
+        tensors, index = np.arange(arrays.tensors), arrays.per_consumer(np.arange(arrays.tensors))
+        begins, home, sent = (row[arrays.producer] for row in (position, where, ends))
+        until = np.zeros((len(problem.pool_memory), arrays.tensors), np.int64)
+        np.maximum.at(until, (where[arrays.consumers], index), position[arrays.consumers] + 1)
+        copied = until > 0
+        copied[home, tensors] = False
+        stays = (arrays.kept > 0) | (np.diff(arrays.consumer_begin) == 0)
+        last = np.maximum(until[home, tensors], np.where(copied.any(axis=0), sent, 0))
+        change = np.zeros((len(until), n + 1), np.int64)
+        np.add.at(change, (home, begins), arrays.nbytes)
+        np.subtract.at(change, (home, np.where(stays, n, last)), arrays.nbytes)
+        at, tensor = copied.nonzero()
+        np.add.at(change, (at, sent[tensor]), arrays.nbytes[tensor])
+        np.subtract.at(change, (at, until[at, tensor]), arrays.nbytes[tensor])
+        live = np.cumsum(change, axis=1)[:, :n]
+        live[where[rank], np.arange(n)] += arrays.workspace[rank]
+        state = np.zeros(len(live), np.int64)
+        np.add.at(state, where, arrays.persistent)
+        return [int(peak) for peak in live.max(axis=1, initial=0) + state]
 
     def _pinned(self, arrays: GraphArrays, devices: Sequence[int]) -> NDArray[np.bool_]:
         """True for the device of every group."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.microbatches import copies_of
+from baechi.problem.microbatches import Turns, copies_of, segments_of
 from baechi.problem.problem_arrays import Problem, listed
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
@@ -148,10 +148,14 @@ def simulate(
             f"the placement is for graph {placement.graph_digest[:12]}..., but this is "
             f"{graph.digest[:12]}...; solve again, or load the graph that it was made for."
         )
+    launched: Sequence[int] = ()
     if placement.microbatches > 1:
-        graph, placement = copies_of(graph, placement)
-        problem = Problem(graph, cluster, constraints)
-    return schedule_of(problem, replay(problem, placement.devices, placement.order))
+        rows, count = segments_of(graph, placement), placement.microbatches
+        whole, copies = copies_of(graph, placement)
+        launched = Turns(graph, problem, placement, rows, count).launched_peaks(placement.turns)
+        problem, placement = Problem(whole, cluster, constraints), copies
+    timeline = replay(problem, placement.devices, placement.order)
+    return schedule_of(problem, timeline, launched)
 
 
 def overflows(
@@ -199,9 +203,10 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
     return timeline
 
 
-def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
-    """The schedule of a timeline in which every op is committed."""
+def schedule_of(problem: Problem, timeline: _core.Timeline, least: Sequence[int] = ()) -> Schedule:
+    """The schedule of a timeline in which every op is committed; `least` are other peaks."""
     peaks = timeline.peaks()
+    peaks = list(map(max, peaks, least or peaks))
     return Schedule(
         spans=Rows(Span, timeline.span_columns()),
         transfers=Rows(Transfer, timeline.transfer_columns()),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import le
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
@@ -162,7 +163,8 @@ class Executable:
         few = len(set(self.placement.devices))
         while self.own_loss and few < self.batches:
             other = order(cluster, self.placement, self.batches, in_flight=few)
-            less = sum(other.peak_bytes) < sum(found.peak_bytes)
+            peaks = other.peak_bytes, found.peak_bytes
+            less = sum(peaks[0]) < sum(peaks[1]) and all(map(le, *peaks))
             if less and other.step_ns <= found.step_ns * _AS_SHORT:
                 self.rhythm = other
                 if other.segments == segments_of(graph, self.placement):
