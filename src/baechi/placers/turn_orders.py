@@ -47,12 +47,13 @@ from baechi.placers.contiguous import blocks_of
 from baechi.placers.device_choice import device_kinds
 from baechi.placers.list_schedulers import HEFT, METF, PEFT
 from baechi.placers.local_search import Budget, improved
+from baechi.placers.max_load import balanced
 from baechi.placers.placer import Placer, live_loads
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.coarsening import Coarse, coarsen
 from baechi.problem.microbatches import Turns, Unrolled, as_run, segments_of
 from baechi.problem.problem_arrays import LIMIT, Problem
-from baechi.problem.simulation import period_ns, replay, simulate
+from baechi.problem.simulation import overflows, period_ns, replay, simulate
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
@@ -223,6 +224,9 @@ _SPLITS: Final = {"fast": 1, "balanced": 2, "thorough": 8}
 _ORDERED: Final = {"fast": 0, "balanced": 2, "thorough": 12}
 # Micro-batches with which candidates are compared; each one more takes them a period.
 _RATED: Final = 8
+# Steps of the search for less load, and the number of placements that it begins at.
+_STEPS: Final = {"fast": 20_000, "balanced": 100_000, "thorough": 1_000_000}
+_BALANCED: Final = 2
 # A step so much longer, as a part, is as good if it has fewer turns.
 _ALIKE: Final = 100
 
@@ -287,13 +291,24 @@ class Pipelines:
         `ones` are the placer's for a single request; only `Auto` tries others.
         """
         rows = []
-        for label, placement in self._candidates(ones, isinstance(placer, Auto)):
-            latency_ns = simulate(self.graph, self.problem.cluster, placement).makespan_ns
-            rows.append((self._period_ns(placement), latency_ns, label, placement))
-        period, latency_ns, chosen, best = min(rows, key=lambda row: row[:2])
-        stats: dict[str, int | float | str] = {label: found for found, _, label, _ in rows}
+
+        def rate(label: str, placement: Placement) -> None:
+            schedule = simulate(self.graph, self.problem.cluster, placement)
+            if not overflows(schedule, self.problem.cluster, self.problem.constraints):
+                load = period_ns(self.graph, self.problem.cluster, placement, schedule)
+                rows.append((load, schedule.makespan_ns, label, placement))
+
+        others = isinstance(placer, Auto)
+        for label, placement in self._candidates(ones, others):
+            rate(label, placement)
+        best = sorted(rows, key=lambda row: row[:2])[: _BALANCED if others else 0]
+        for _, _, label, placement in best:
+            devices = balanced(self.problem, placement.devices, _STEPS[self.effort])
+            rate(f"{label}, balanced", replace(placement, devices=devices))
+        period, latency_ns, chosen, found = min(rows, key=lambda row: row[:2])
+        stats: dict[str, int | float | str] = {label: load for load, _, label, _ in rows}
         stats |= {"period_ns": period, "latency_ns": latency_ns, "chosen": chosen}
-        return replace(best, placer=placer.name, stats=FrozenDict(stats))
+        return replace(found, placer=placer.name, stats=FrozenDict(stats))
 
     def _period_ns(self, placement: Placement) -> int:
         """The largest load of a device or port by one micro-batch."""
