@@ -14,16 +14,17 @@ too, cut after three and after four blocks; its gradients are the loop's in ever
 trunk: a step beside the placement without micro-batches and the line of stages.
 
 `--peaks` prints the metered peaks of steps of 8 and of 32 micro-batches of one size, and `--plans`
-the time that place() takes for 2 and for 32.
+the time that place() takes for 2 and for 32, and of it solve().
 """
 
 import copy
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Annotated, Any, Final, TypeAlias
+from unittest.mock import patch
 
 import torch
 import typer
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
+from baechi.program import stream_memory
 
 VOCABULARY: Final = 1_000
 Times: TypeAlias = dict[str, tuple[float, float]]  # by way, seconds and those of the processor
@@ -301,18 +303,51 @@ def print_peaks(console: Console, plain: nn.Module) -> None:
     console.print(table)
 
 
+class Scored(nn.Module):
+    """A model that returns its loss, so that `place` plans a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        return {"loss": criterion(self.model(ids), targets)}
+
+
 def print_plans(console: Console, plain: nn.Module) -> None:
-    """Seconds of processor time until the first step of so many micro-batches is done."""
-    for n in (2, 32, 2, 32):
+    """Seconds of processor time that `place` takes for so many micro-batches, and `solve` of it.
+
+    The first plan measures operators, whose costs the others find in the store.
+    """
+    table = Table("micro-batches", "segments", "place, s", "of it solve, s")
+    for n in (2, 2, 32, 2, 32, 2, 32):
         ids = torch.randint(0, VOCABULARY, (2 * n, 64))
+        model = Scored(copy.deepcopy(plain))
         options = {"microbatches": n, "threads_per_device": 1, "progress": False}
-        placed = baechi.place(copy.deepcopy(plain), _TWO, **options)
+        with solving() as seconds:
+            began = time.process_time()
+            placed = baechi.place(model, _TWO, example_args=(ids, ids), **options)
+            took = time.process_time() - began
+        turns = placed.rhythm
+        assert turns is not None
+        table.add_row(str(n), str(len(turns.segments)), f"{took:.2f}", f"{sum(seconds):.2f}")
+    console.print(table)
+
+
+@contextmanager
+def solving() -> Iterator[list[float]]:
+    """Seconds of processor time of every `solve` inside the block."""
+    seconds, plain = [], stream_memory.solve
+
+    def timed_solve(*args: Any, **options: Any) -> Any:
         began = time.process_time()
-        placed.step(ids, targets=ids, loss=criterion)
-        first = time.process_time() - began
-        began = time.process_time()
-        placed.step(ids, targets=ids, loss=criterion)
-        console.print(f"{n} micro-batches: {first - (time.process_time() - began):.2f} s to plan")
+        found = plain(*args, **options)
+        seconds.append(time.process_time() - began)
+        return found
+
+    with patch.object(stream_memory, "solve", timed_solve):
+        yield seconds
 
 
 if __name__ == "__main__":

@@ -65,6 +65,16 @@ def test_layers_interleave_in_the_memory_of_1f1b_and_a_few_layers_more():
     assert not overflows(schedule, cluster)
 
 
+def test_of_many_micro_batches_the_best_two_placements_are_ordered_with_all():
+    """The one that looks best with eight of sixteen is 7 % longer."""
+    graph = layers(24)
+    cluster = cluster_of([(6 + 4 * 6 + 8 + 1) * MIB] * 4, LINK)
+    placement = solve(graph, cluster, effort="fast", microbatches=16)
+    schedule = simulate(graph, cluster, placement)
+    assert schedule.makespan_ns <= 1.002 * ideal_1f1b(graph, 4, 16)
+    assert not overflows(schedule, cluster)
+
+
 def test_two_towers_and_a_trunk_are_no_slower_than_the_best_row_of_stages():
     """A device each for the towers: the second does not wait for the first."""
 

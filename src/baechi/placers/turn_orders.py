@@ -271,10 +271,13 @@ class Pipelines:
             later = self.microbatches - few
             rate(label, turns, "fast", later * self._period_ns(placement) if later else 0)
         rated.sort(key=lambda row: row[0])
-        best, all_of = rated[: _ORDERED[self.effort]], self.microbatches
+        best, all_of, wanted = list(rated), self.microbatches, _ORDERED[self.effort]
         if few < all_of:
-            best, rated = best or rated[:1], []
+            rated, wanted = [], max(wanted, 2)
+        enough = len(rated) + wanted
         for _, label, turns, _ in best:
+            if len(rated) == enough:
+                break
             rate(label, replace(turns, microbatches=all_of), self.effort)
         if not rated:
             return None
