@@ -6,9 +6,10 @@ Claim: a training step of a decoder has its loss 4 s after `place` began, where 
 those of operators are computed, and what is measured of the machine and of this model's steps is in
 the store. The first row is with an empty store. Each row is a process of its own, which has
 imported torch and transformers before, and has bytecode, as an installed package has. Seconds of
-the wall and of processors (both of a figure's own process), and where they go. `--split` keeps the
-split that is predicted to be faster where a hand-over takes 15 us. `--beside` runs the same in
-turns with another checkout's `src`.
+the wall and of processors (both of a figure's own process), and where they go; `export`, torch's
+own tracer, and `propagate`, a run on fake tensors, are parts of `trace`. `--split` keeps the split
+that is predicted to be faster where a hand-over takes 15 us. `--beside` runs the same in turns with
+another checkout's `src`.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STAGES = ("probe", "trace", "estimate", "solve_with_held", "executable", "compare")
+STAGES = ("probe", "trace", "export", "propagate", "estimate", "solve_with_held")
+STAGES += ("executable", "compare")
 
 
 def child(name: str, layers: int, *, split: bool) -> None:
@@ -50,8 +52,9 @@ def child(name: str, layers: int, *, split: bool) -> None:
 
         return run
 
+    owners = {"trace": ladder, "export": torch.export, "propagate": ladder}
     for stage in STAGES:
-        owner = ladder if stage == "trace" else placing
+        owner = owners.get(stage, placing)
         setattr(owner, stage, timed(stage, getattr(owner, stage)))
     devices: Any = shapes.DEVICES
     if split:
