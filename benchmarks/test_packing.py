@@ -27,7 +27,7 @@ from benchmarks.random_jobs import poisson_jobs
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import TimeSliced
 from baechi.cluster_simulation.placement_schemes import LeastLoaded
-from baechi.cluster_simulation.policies.policy import Fifo
+from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 MEASURED = {1: (4.58, 12.44, 59), 2: (8.97, 13.27, 61), 3: (13.82, 11.58, 59)}

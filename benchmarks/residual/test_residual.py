@@ -16,7 +16,7 @@ from baechi import Op, OpGraph, Tensor
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job, TimeSliced
 from baechi.cluster_simulation.placement_schemes import FirstFit
-from baechi.cluster_simulation.policies.policy import Fifo
+from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 JOBS = 25

@@ -12,7 +12,7 @@ from baechi.cli.commands import app
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.policies import POLICIES
-from baechi.cluster_simulation.policies.policy import Fifo
+from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.results import (
     JOB_COLUMNS,
     ROW,

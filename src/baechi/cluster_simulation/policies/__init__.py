@@ -6,28 +6,36 @@ from typing import Final
 
 from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
-from baechi.cluster_simulation.policies import policy, tiresias
+from baechi.cluster_simulation.policies import tiresias
+from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst
+from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
+from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
+from baechi.cluster_simulation.policies.shortest_time import ShortestTime
+from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
+from baechi.cluster_simulation.policies.time_slicing import TimeSlicing
 from baechi.cluster_simulation.policies.tiresias import LeastAttained
 from baechi.validation import check_choice
 
 COMPAT: Final = ("tiresias",)
 
 _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
-    "fifo": policy.Fifo,
-    "fjf": policy.FitJobFirst,
-    "sjf": policy.FewestGpusFirst,
-    "lpjf": partial(policy.Fifo, "lpjf"),
-    "shortest": policy.ShortestTime,
-    "shortest-gpu": policy.ShortestGpuTime,
+    "fifo": Fifo,
+    "fjf": FitJobFirst,
+    "sjf": FewestGpusFirst,
+    "lpjf": partial(Fifo, "lpjf"),
+    "shortest": ShortestTime,
+    "shortest-gpu": ShortestGpuTime,
     "dlas": LeastAttained,
     "dlas-gpu": partial(LeastAttained, "dlas-gpu", by_gpus=True),
     "dlas-gpu-gittins": partial(LeastAttained, "dlas-gpu-gittins", by_gpus=True),
-    "gandiva": policy.TimeSlicing,
-    "themis": policy.FinishTimeFairness,
-    "gandiva-packing": partial(policy.FitJobFirst, "gandiva-packing"),
-    "big-brain": partial(policy.Fifo, "big-brain"),
-    "split-or-wait": policy.SplitOrWait,
+    "gandiva": TimeSlicing,
+    "themis": FinishTimeFairness,
+    "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
+    "big-brain": partial(Fifo, "big-brain"),
+    "split-or-wait": SplitOrWait,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.

@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.policy import Fifo, Policy
+from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policies.policy import Policy
 from baechi.errors import InputError
 
 _LIMITS: Final = (3250, 7200)  # the service at which a job leaves each queue but the last
