@@ -69,6 +69,8 @@ def traces(draw):
             compute=draw(st.sampled_from([1, 300, 700, WHOLE])),
             limit=draw(st.sampled_from([250, WHOLE])),
             graph=draw(st.sampled_from([None, None, CHAIN])),
+            owner=draw(st.sampled_from(["", "ann", "bob"])),
+            priority=draw(st.integers(-1, 1)),
         )
         for index in range(draw(st.integers(0, 14)))
     ]
@@ -146,6 +148,80 @@ def test_what_must_hold_holds(policy, scheme, watched):
         assert watched["take"] == watched["give"]
         check_result(result, jobs, fleet, policy_named(policy), restart_cost)
         assert simulate_cluster(*arguments, **options) == result
+
+    check()
+
+
+@st.composite
+def elastic_traces(draw):
+    """Jobs with sizes to choose from, speeds on kinds of GPU, stages, and a price of distance."""
+    jobs = []
+    for index in range(draw(st.integers(0, 10))):
+        gpus = draw(st.integers(1, 4))
+        rates = draw(st.lists(st.integers(100, 4000), min_size=4, max_size=6))
+        iteration = draw(st.integers(1, 100))
+        jobs.append(
+            Job(
+                f"job{index}",
+                gpus,
+                draw(st.sampled_from([0, 0, 3, 10, 50, 500])),
+                draw(st.one_of(st.just(0), st.integers(1, 2000))),
+                compute=draw(st.sampled_from([300, 700, WHOLE])),
+                owner=draw(st.sampled_from(["", "ann", "bob"])),
+                priority=draw(st.integers(-1, 1)),
+                kinds=draw(st.sampled_from([(), (("old", 400),), (("old", 1500), ("new", 2500))])),
+                curve=draw(
+                    st.sampled_from([(), (*rates[: gpus - 1], WHOLE, *rates[gpus:])]),
+                ),
+                across=draw(st.sampled_from([(WHOLE, WHOLE), (900, 500)])),
+                stages=draw(st.sampled_from([(), (60, 30, 10), (1, 90, 5), (20, 20, 50)])),
+                iteration=iteration,
+            )
+        )
+    return jobs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_work_in_is_work_out(policy, watched, monkeypatch):
+    """For sizes that change, kinds of GPU and jobs that share: each tick's work adds up."""
+    done: Counter[str] = Counter()
+    settle = JobRun.settle
+
+    def counted(run, now):
+        if run.running:
+            done[run.job.name] += run.rate * (now - run._since)
+        settle(run, now)
+
+    monkeypatch.setattr(JobRun, "settle", counted)
+    mixed = Fleet(
+        tuple(
+            Gpu(i // 2, i // 4, kind="new" if i < 4 else "old", memory_bytes=100) for i in range(8)
+        )
+    )
+
+    @given(
+        elastic_traces(),
+        st.sampled_from([mixed, Fleet.uniform(2, 1, 3), Fleet.uniform(1, 2, 4, speed=2000)]),
+        st.sampled_from([0, 5]),
+        st.sampled_from(SHARINGS),
+        st.sampled_from(["best-fit", "consolidated", "baechi"]),
+    )
+    @settings(max_examples=15, deadline=None)
+    def check(jobs, fleet, cost, sharing, scheme):
+        arguments = (jobs, fleet, policy_named(policy), scheme_named(scheme))
+        options = {"sharing": sharing_named(sharing, 3), "restart_cost": cost}
+        watched.clear()
+        done.clear()
+        result = simulate_cluster(*arguments, **options)
+        assert watched["take"] == watched["give"]
+        names = [row.job.name for row in (*result.outcomes, *result.refused)]
+        assert sorted(names) == sorted(job.name for job in jobs)
+        for row in result.outcomes:
+            asked = (row.job.duration + row.overhead) * WORK
+            # A tick that the last work does not fill counts whole; no rate is above this.
+            assert asked <= done[row.job.name] < asked + 20 * WORK or asked == 0
+            assert row.overhead == cost * row.preempt
+        assert job_csv(simulate_cluster(*arguments, **options)) == job_csv(result)
 
     check()
 

@@ -41,6 +41,17 @@ def test_muri_is_cut_to_seconds(read):
     assert trace.jobs == (Job("0", 4, 1, 927475, "bert"),)
 
 
+def test_muri_has_stages_and_opportunistic_jobs(read):
+    header = (
+        "job_id,num_gpu,submit_time,duration,model_name,iteration_time,resource_time_0,"
+        "resource_time_1,resource_time_2,priority\n"
+    )
+    rows = "0,4,0,9000,bert,190,0.5,163,18,1\n1,1,0,9000,dqn,490,446,8,0,0\n"
+    first, second = read(header + rows, "muri").jobs
+    assert (first.stages, first.iteration, first.priority) == ((500, 163_000, 18_000), 190_000, -1)
+    assert (second.stages, second.priority) == ((446_000, 8_000, 0), 0)
+
+
 def philly(jobid, submitted, *attempts):
     return {
         "status": "Pass",
@@ -74,8 +85,8 @@ def test_philly(read):
     ]
     trace = read(json.dumps(log), "philly")
     assert trace.jobs == (
-        Job("first", 1, 0, 86400, "ee9e8c"),
-        Job("later", 10, 4299, 84, "ee9e8c"),
+        Job("first", 1, 0, 86400, "ee9e8c", owner="ee9e8c"),
+        Job("later", 10, 4299, 84, "ee9e8c", owner="ee9e8c"),
     )
     assert [row.line for row in trace.without_gpus] == [3, 4]
 
@@ -126,7 +137,10 @@ def test_helios(read):
         "3600,0\n"
     )
     trace = read(text, "helios")
-    assert trace.jobs == (Job("13", 1, 0, 3600, "vcA"), Job("12", 16, 60, 10, "vcB"))
+    assert trace.jobs == (
+        Job("13", 1, 0, 3600, "vcA", owner="vcA"),
+        Job("12", 16, 60, 10, "vcB", owner="vcB"),
+    )
     assert trace.without_gpus == (Skipped(2, "it asks for no GPU"),)
 
 

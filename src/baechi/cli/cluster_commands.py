@@ -40,15 +40,15 @@ def cluster(
     policy: Annotated[
         str,
         typer.Option(
-            help="fifo, fjf, sjf, lpjf, shortest, shortest-gpu, dlas, dlas-gpu, dlas-gpu-gittins, "
-            "gandiva, themis, gandiva-packing, big-brain or split-or-wait; all compares them."
+            help="fifo, shortest, dlas-gpu, ..., one of the table in docs/cluster.md; all compares "
+            "them."
         ),
     ] = "fifo",
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="count, first-fit, consolidated, random, best-fit, least-loaded or baechi; if "
-            "absent, what the policy is meant for, which is count for most."
+            help="count, first-fit, consolidated, random, best-fit, spread, least-loaded or "
+            "baechi; if absent, what the policy is meant for, which is count for most."
         ),
     ] = None,
     sharing: Annotated[

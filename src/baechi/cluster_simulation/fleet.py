@@ -1,8 +1,8 @@
 """The GPUs of a simulated cluster, and what is free of them: counted, or GPU by GPU."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, final
 
@@ -194,7 +194,10 @@ class DeviceStates:
         memo: Answers of schemes; may be shared with other simulations.
         refused: Requests of this simulation that schemes found no room for.
         held_bytes: The memory that jobs hold, where it is modeled.
+        among: The GPUs that schemes may choose among, while a policy wants some; else all.
     """
+
+    among: Sequence[int]
 
     def __init__(
         self,
@@ -211,6 +214,7 @@ class DeviceStates:
         self.refused: dict[object, list[tuple[int, ...]]] = {}
         self.held_bytes = 0
         self._choose = choose
+        self.among = self._all = range(len(fleet.gpus))
         self.owners: list[list[int]] = [[] for _ in fleet.gpus]
         self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
         self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
@@ -231,11 +235,48 @@ class DeviceStates:
 
     def open(self, part: Part) -> list[int]:
         """The GPUs that have room for one more part."""
-        return [gpu for gpu in range(len(self.owners)) if self.admits(gpu, part)]
+        return [gpu for gpu in self.among if self.admits(gpu, part)]
 
-    def place(self, job: Job) -> Grant | None:
-        """The grant that the scheme chooses; changes nothing."""
-        return self._choose(job, self)
+    def place(self, job: Job, size: int = 0, among: Sequence[int] | None = None) -> Grant | None:
+        """The grant that the scheme chooses; changes nothing.
+
+        Args:
+            job: For whom.
+            size: So many GPUs; `Job.gpus` if 0.
+            among: Of these, in order; of all if absent.
+        """
+        resized = size and size != job.gpus
+        asking = replace(job, gpus=size, most_gpus=size, curve=()) if resized else job
+        self.among = self._all if among is None else among
+        grant = self._choose(asking, self)
+        self.among = self._all
+        return None if grant is None else self._paced(job, grant)
+
+    def join(self, job: Job, size: int, gpus: tuple[int, ...]) -> Grant | None:
+        """The grant of a job on just these GPUs, which others are on; changes nothing."""
+        if job.graph is not None:
+            grant = self.place(job, size, gpus)
+            return grant if grant is not None and grant.gpus == gpus else None
+        grant = Grant(gpus, (job.part,) * len(gpus))
+        fits = size == len(gpus) and self.admits_all(grant)
+        return self._paced(job, grant) if fits else None
+
+    def emptied(self) -> "DeviceStates":
+        """The same cluster without jobs, for predictions; its answers go to the same memo."""
+        return DeviceStates(self.fleet, self.sharing, self._choose, 0, self.memo)
+
+    def _paced(self, job: Job, grant: Grant) -> Grant:
+        """With the rate of a job of this size, on these kinds of GPUs, so far from each other."""
+        if not (job.kinds or job.curve) and job.across == (WHOLE, WHOLE):
+            return grant
+        gpus = [self.fleet.gpus[gpu] for gpu in grant.gpus]
+        rate = grant.rate * min(job.speed_on(gpu.kind) for gpu in gpus) // WHOLE
+        if job.graph is None:
+            if job.curve:
+                rate = rate * job.curve[len(gpus) - 1] // WHOLE
+            if len({gpu.node for gpu in gpus}) > 1:
+                rate = rate * job.across[len({gpu.switch for gpu in gpus}) > 1] // WHOLE
+        return replace(grant, rate=max(1, rate))
 
     def take(self, run: JobRun, grant: Grant) -> None:
         """Puts the parts of a job on GPUs."""

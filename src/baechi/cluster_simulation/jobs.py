@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Final, final
 
+from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.validation import check_count, check_name, check_positive
@@ -27,11 +28,15 @@ class Part:
         memory_bytes: What it holds there.
         compute: The share of the GPU that it keeps busy when alone, in thousandths.
         limit: The share that it may use at most, in thousandths.
+        stages: `Job.stages` of whose part it is.
+        iteration: `Job.iteration` of whose part it is.
     """
 
     memory_bytes: int = 0
     compute: int = WHOLE
     limit: int = WHOLE
+    stages: tuple[int, ...] = ()
+    iteration: int = 0
 
 
 class Sharing(ABC):
@@ -133,6 +138,15 @@ class Job:
         step_ns: What one step of the graph takes where `duration` was measured; the prediction on
             one device with room for everything if 0.
         most_gpus: Over how many GPUs its graph may be split; `gpus` if 0.
+        owner: The user or tenant whose it is.
+        priority: Higher is more urgent.
+        kinds: Its speed on kinds of GPU, in thousandths, times `Gpu.speed`; 1,000 on others.
+        curve: Its rate on 1, 2, ... GPUs, in thousandths of that on `gpus`: a policy may give it
+            so many. Without one it takes `gpus`.
+        across: Its rate where it is on several nodes of a switch, and on several switches, in
+            thousandths; a split graph is predicted with its links instead.
+        stages: How long an iteration needs each resource (input, CPU and GPU, network), any unit.
+        iteration: How long an iteration takes alone, in that unit.
 
     Raises:
         InputError: A value is out of its range.
@@ -150,6 +164,13 @@ class Job:
     placement: Placement | None = None
     step_ns: int = 0
     most_gpus: int = 0
+    owner: str = ""
+    priority: int = 0
+    kinds: tuple[tuple[str, int], ...] = ()
+    curve: tuple[int, ...] = ()
+    across: tuple[int, int] = (WHOLE, WHOLE)
+    stages: tuple[int, ...] = ()
+    iteration: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.name, "a job's name")
@@ -159,12 +180,28 @@ class Job:
         for name in ("compute", "limit"):
             what = f"{name} of job {self.name!r}, in thousandths of a GPU,"
             check_positive(getattr(self, name), what, WHOLE)
+        for rate in (*self.curve, *self.across, *(speed for _, speed in self.kinds)):
+            check_positive(rate, f"a rate of job {self.name!r}, in thousandths,")
+        if self.curve and (len(self.curve) < self.gpus or self.curve[self.gpus - 1] != WHOLE):
+            raise InputError(
+                f"the curve of job {self.name!r} is {self.curve}; it must be {WHOLE} for "
+                f"{self.gpus} GPUs, which its duration is for."
+            )
+
+    @property
+    def part(self) -> Part:
+        """Its share of each of its GPUs."""
+        return Part(self.memory_bytes, self.compute, self.limit, self.stages, self.iteration)
+
+    def speed_on(self, kind: str) -> int:
+        """Its speed on a kind of GPU, in thousandths."""
+        return next((speed for name, speed in self.kinds if name == kind), WHOLE)
 
     @property
     def shape(self) -> object:
         """All that a scheme looks at: jobs of equal shape fit on the same GPUs."""
         asked = self.gpus, self.memory_bytes, self.compute, self.limit
-        return *asked, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
+        return *asked, self.stages, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
 
 
 @final

@@ -10,6 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from itertools import groupby
 from typing import Final, final
 
@@ -46,7 +47,7 @@ class WholeScheme(Scheme):
 
     def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """What `choose` takes of the GPUs that have room, if they are enough."""
-        part = Part(job.memory_bytes, job.compute, job.limit)
+        part = job.part
         free = devices.open(part)
         chosen = self.choose(job.gpus, free, devices) if len(free) >= job.gpus else None
         return None if chosen is None else Grant(tuple(sorted(chosen)), (part,) * job.gpus)
@@ -128,6 +129,23 @@ class BestFit(WholeScheme):
         chosen: list[int] = []
         for row in [tightest] if tightest else reversed(nodes):
             chosen += sorted(row, key=left)[: count - len(chosen)]
+        return chosen
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Spread(WholeScheme):
+    """On the nodes that are the least full, GPU by GPU: Kubernetes' default for its pods."""
+
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+        """The first GPU of the node with the most that are free, again and again."""
+        heap = [(-len(row), rank, row) for rank, row in enumerate(_by_node(devices, free))]
+        heapify(heap)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            _, rank, row = heap[0]
+            chosen.append(row[0])
+            heapreplace(heap, (1 - len(row), rank, row[1:]))
         return chosen
 
 

@@ -23,7 +23,13 @@ from baechi.cluster_simulation.jobs import (
     Refusal,
     Sharing,
 )
-from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.placement_schemes import FirstFit, Scheme
+from baechi.cluster_simulation.policies.allocation import (
+    AllocatingPolicy,
+    Allocation,
+    ClusterView,
+    Rates,
+)
 from baechi.cluster_simulation.policies.policy import Offer, Policy, SelectingPolicy
 from baechi.cluster_simulation.results import SimulationResult
 from baechi.errors import InputError
@@ -74,6 +80,8 @@ def simulate_cluster(
             raise InputError(f"two jobs are named {job.name!r}; names must be unique.")
         names.add(job.name)
     shared = Exclusive() if sharing is None else sharing
+    if scheme is None and isinstance(policy, AllocatingPolicy):
+        scheme = FirstFit()  # as counting: any GPU will do, and the policy tells them apart
     chooses = None if scheme is None or policy.counts else scheme.place
     whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
     if chooses is None and (shared.most > 1 or not whole):
@@ -157,6 +165,8 @@ class _Simulation:
         self._running: dict[int, JobRun] = {}
         self._wake: int | None = None
         self._waiting = 0
+        self._rates: Rates | None = None
+        self._asked: dict[int, int] = {}  # the size of the allocation that it has
         self._hopeless: set[object] = set()  # shapes that found no room since a job last left
         self._still = 0  # events since the last arrival or end
         self._least: tuple[int, int] | None = None  # work, in all and of a job, in these events
@@ -226,11 +236,21 @@ class _Simulation:
         for run in ended:
             self._refresh(run, now)
         self.done += ended
-        if ended and self._policy.preemptive and self._selecting is None:
+        whole = self._policy.preemptive or isinstance(self._policy, AllocatingPolicy)
+        if ended and whole and self._selecting is None:
             self._queue = [run for run in self._queue if not run.done]
 
     def _decide(self, now: int, arrived: list[JobRun], ended: list[JobRun]) -> None:
         policy, devices = self._policy, self._devices
+        if isinstance(policy, AllocatingPolicy):
+            assert isinstance(devices, DeviceStates), "allocating policies are placed"
+            self._queue += arrived
+            self._rates = self._rates or Rates(devices)
+            allocations = policy.allocate(ClusterView(now, self._queue, devices, self._rates))
+            self._carry_out(allocations, devices, now)
+            wake = policy.wake(self._queue, now)
+            self._wake = None if wake is None else max(now + 1, wake)
+            return
         if self._selecting is not None and isinstance(devices, DeviceCounter):
             self._exchange(*self._selecting.select(now, arrived, ended, devices.free), now)
             return
@@ -338,6 +358,75 @@ class _Simulation:
         if grant is not None:
             self._mark_started(run, grant, now)
         return grant is not None
+
+    def _carry_out(
+        self, allocations: Sequence[Allocation], devices: DeviceStates, now: int
+    ) -> None:
+        """Stops whom no allocation names, leaves whom can stay, and places the others in order."""
+        kept = self._keepers(allocations)
+        away = [run for run in self._running.values() if run.index not in kept]
+        for run in away:
+            devices.give(run)
+        placed: dict[int, tuple[JobRun, Grant]] = {}
+        idle = sum(not owners for owners in devices.owners)
+        for allocation in allocations:
+            run, other = allocation.run, allocation.beside
+            if run.index in kept:
+                continue
+            grant = None
+            if other is not None and (other.index in placed or other.index in kept):
+                beside = placed[other.index][1] if other.index in placed else other.grant
+                grant = devices.join(run.job, allocation.size, beside.gpus)
+            elif other is None and idle:
+                every = range(len(devices.owners)) if allocation.among is None else allocation.among
+                free = [gpu for gpu in every if not devices.owners[gpu]]
+                grant = devices.place(run.job, allocation.size, free) if free else None
+                idle -= len(grant.gpus) if grant is not None else 0
+            if grant is not None:
+                placed[run.index] = run, grant
+                devices.take(run, grant)
+                self._asked[run.index] = allocation.size
+        self._book(away, list(placed.values()), now)
+
+    def _keepers(self, allocations: Sequence[Allocation]) -> set[int]:
+        """The running jobs that have what is allocated to them, and no earlier one has it, too."""
+        kept: set[int] = set()
+        held: set[int] = set()
+        names: set[int] = set()
+        for allocation in allocations:
+            run, gpus, other = allocation.run, allocation.run.grant.gpus, allocation.beside
+            if run.index in names or run.done:
+                raise InputError(
+                    f"policy {self._policy.name!r} names job {run.job.name!r} twice or too late."
+                )
+            names.add(run.index)
+            if not run.running or self._asked[run.index] != allocation.size:
+                continue
+            if other is None:
+                stays = held.isdisjoint(gpus)
+            else:
+                stays = other.index in kept and gpus == other.grant.gpus
+            if stays and (allocation.among is None or set(gpus) <= set(allocation.among)):
+                kept.add(run.index)
+                held.update(gpus)
+        return kept
+
+    def _book(
+        self, away: Sequence[JobRun], placed: Sequence[tuple[JobRun, Grant]], now: int
+    ) -> None:
+        """Books what was carried out; who was put back where it was has not been away."""
+        same = {run.index for run, grant in placed if run.running and grant == run.grant}
+        left = {gpu for run in away for gpu in run.grant.gpus}
+        for run in away:
+            if run.index not in same:
+                self._mark_stopped(run, now)
+        for run, grant in placed:
+            if run.index not in same:
+                self._mark_started(run, grant, now)
+        if self._shared is not None:
+            owners = self._shared.owners
+            for index in sorted({owner for gpu in left for owner in owners[gpu]}):
+                self._pace(self._runs[index], now)
 
     def _begin(self, run: JobRun, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""

@@ -102,6 +102,10 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
     return Trace(tuple(ordered), tuple(bad), tuple(without))
 
 
+# Muri's: the time of an iteration that each resource takes, and 1 for an opportunistic job.
+_STAGES: Final = ("resource_time_0", "resource_time_1", "resource_time_2")
+
+
 def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
     def read(row: _Row) -> Job:
         return Job(
@@ -110,6 +114,9 @@ def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
             int(_number_in(row, "submit_time")) // divisor,
             int(_number_in(row, "duration")) // divisor,
             row.get("model_name", ""),
+            priority=-int(_number_in(row, "priority")) if row.get("priority") else 0,
+            stages=tuple(_thousands_in(row, name) for name in _STAGES if row.get(name)),
+            iteration=_thousands_in(row, "iteration_time") if row.get("iteration_time") else 0,
         )
 
     return _csv(text, path, _JOB_LIST, read)
@@ -127,6 +134,7 @@ def _helios(text: str, path: Path) -> Iterator[_Entry]:
             _seconds(row["submit_time"], "submit_time"),
             int(_number_in(row, "duration")),
             row.get("vc", ""),
+            owner=row.get("vc", ""),
         )
 
     columns = ("job_id", "gpu_num", "submit_time", "duration")
@@ -176,7 +184,8 @@ def _of_philly(entry: Any) -> Job:
         gpus = max(gpus, count)
     if not gpus:
         raise _NoGpuError("it never ran on a GPU to the end of an attempt")
-    return Job(name, gpus, submitted, duration, str(entry.get("vc") or ""))
+    vc = str(entry.get("vc") or "")
+    return Job(name, gpus, submitted, duration, vc, owner=vc)
 
 
 def _pai(text: str, path: Path) -> Iterator[_Entry]:
@@ -201,6 +210,7 @@ def _of_pai(row: _Row) -> Job:
         int(_number_in(row, "duration")),
         row.get("group", ""),
         compute=_share(gpus * WHOLE),
+        owner=row.get("user", ""),
     )
 
 
@@ -333,6 +343,11 @@ def _gpus_in(row: _Row, column: str) -> int:
     if value != int(value) or value < 1:
         raise _BadEntryError(f"{column} is {row[column]}; it must be a whole number from 1")
     return int(value)
+
+
+def _thousands_in(row: _Row, column: str) -> int:
+    """A number in thousandths: Muri's milliseconds have decimals."""
+    return round(_number_in(row, column) * 1000)
 
 
 def _name_in(row: _Row, column: str) -> str:

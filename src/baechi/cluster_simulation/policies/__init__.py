@@ -7,11 +7,15 @@ from typing import Final
 from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.policies import tiresias
+from baechi.cluster_simulation.policies.backfill import Backfill
+from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
+from baechi.cluster_simulation.policies.fair_share import FairShare
 from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst
 from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.priority import Priority
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
@@ -36,6 +40,12 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
     "big-brain": partial(Fifo, "big-brain"),
     "split-or-wait": SplitOrWait,
+    "priority": Priority,
+    "fair-share": FairShare,
+    "backfill": Backfill,
+    "pack": partial(FitJobFirst, "pack"),
+    "spread": partial(FitJobFirst, "spread"),
+    "delay-relaxation": DelayRelaxation,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -45,6 +55,9 @@ DEFAULTS: Final = {
     "gandiva-packing": ("least-loaded", "packed"),
     "big-brain": ("least-loaded", "time-sliced"),
     "split-or-wait": ("baechi", "exclusive"),
+    "pack": ("best-fit", "exclusive"),
+    "spread": ("spread", "exclusive"),
+    "delay-relaxation": ("best-fit", "exclusive"),
 }
 # How long a job must have waited, in times that it ran, to go back to the first queue.
 _PROMOTE: Final = {"05": 0.5, **{str(times): times for times in (1, 2, 4, 8, 10, 100, 1000)}}
@@ -56,6 +69,7 @@ _SCHEMES: Final[dict[str, Callable[[], schemes.Scheme | None]]] = {
     "yarn": schemes.Consolidated,
     "random": schemes.Random,
     "best-fit": schemes.BestFit,
+    "spread": schemes.Spread,
     "least-loaded": schemes.LeastLoaded,
     "baechi": schemes.Baechi,
 }

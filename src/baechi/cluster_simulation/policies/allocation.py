@@ -1,0 +1,193 @@
+"""The interface of policies that say which job holds how many GPUs, of which kind, and with whom.
+
+Ordering jobs (`policy.py`) is not enough for sizes, kinds of GPU and shares. An allocating policy
+sees a `ClusterView`, with predicted rates, and answers with an `Allocation` for every job that
+should hold GPUs. The simulator stops the others, leaves a job where it is if that will do, and
+places the rest in the order of the answer, by the scheme of the simulation; who finds no room
+waits. A job that changes its GPUs or their number has been preempted, and pays for it.
+
+Two jobs share GPUs only where an allocation says so (`beside`), and where the sharing admits it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import final
+
+from baechi.cluster_simulation.fleet import DeviceStates
+from baechi.cluster_simulation.jobs import WHOLE, WORK, Job, JobRun, Part
+from baechi.cluster_simulation.policies.policy import Policy
+from baechi.validation import check_positive
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """GPUs that a job should hold.
+
+    Attributes:
+        run: The job.
+        gpus: So many; `Job.gpus` if 0.
+        among: Some of these; of all GPUs if absent.
+        beside: On just the GPUs of this job, whose allocation comes before.
+    """
+
+    run: JobRun
+    gpus: int = 0
+    among: tuple[int, ...] | None = None
+    beside: JobRun | None = None
+
+    @property
+    def size(self) -> int:
+        """How many GPUs."""
+        return self.gpus or self.run.job.gpus
+
+
+@final
+class Rates:
+    """Predicted rates on the empty cluster, by the simulation's scheme; computed once each."""
+
+    def __init__(self, devices: DeviceStates) -> None:
+        self._empty = devices.emptied()
+        self._known: dict[object, tuple[int, int]] = {}
+        gpus = devices.fleet.gpus
+        kinds = dict.fromkeys(gpu.kind for gpu in gpus)
+        self.kinds = {
+            kind: tuple(index for index, gpu in enumerate(gpus) if gpu.kind == kind)
+            for kind in kinds
+        }
+
+    def of(self, job: Job, size: int, kind: str | None) -> tuple[int, int]:
+        """Work per tick, and the GPUs that it takes; zeros if there is no room."""
+        asked = job.shape, job.kinds, job.curve, job.across, size, kind
+        if asked not in self._known:
+            among = None if kind is None else self.kinds[kind]
+            grant = self._empty.place(job, size, among)
+            rate = 0 if grant is None else self._empty.rate(grant, joins=True)
+            self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
+        return self._known[asked]
+
+
+@final
+@dataclass(frozen=True)
+class ClusterView:
+    """What a policy sees.
+
+    Attributes:
+        now: The time.
+        runs: The jobs that have arrived and not ended, by arrival.
+        devices: What is on every GPU; not to be changed.
+    """
+
+    now: int
+    runs: Sequence[JobRun]
+    devices: DeviceStates
+    _rates: Rates = field(repr=False)
+
+    @cached_property
+    def idle(self) -> tuple[int, ...]:
+        """The GPUs that no job is on."""
+        return tuple(gpu for gpu, owners in enumerate(self.devices.owners) if not owners)
+
+    @property
+    def total(self) -> int:
+        """All GPUs."""
+        return len(self.devices.owners)
+
+    @property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """The GPUs of every kind."""
+        return self._rates.kinds
+
+    def kept(self, runs: Iterable[JobRun] | None = None) -> list[Allocation]:
+        """Allocations for what the running jobs have, those who share after whom they joined."""
+        first: dict[tuple[int, ...], JobRun] = {}
+        allocations = []
+        by_start = sorted(
+            (run for run in (self.runs if runs is None else runs) if run.running),
+            key=lambda run: self.devices.owners[run.grant.gpus[0]].index(run.index),
+        )
+        for run in by_start:
+            gpus = run.grant.gpus
+            size = len(gpus) if run.job.curve else 0
+            allocations.append(Allocation(run, size, gpus, first.get(gpus)))
+            first.setdefault(gpus, run)
+        return allocations
+
+    def rate(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> int:
+        """Predicted work per tick on the empty cluster; 0 if there is no room for the job.
+
+        `WORK` is the rate that its duration was measured at. A job with a graph under the scheme
+        `baechi` has the rate of its placement.
+        """
+        return self._rates.of(run.job, gpus, kind)[0]
+
+    def needs(self, run: JobRun, kind: str | None = None) -> int:
+        """The GPUs that a job takes: fewer than it asks for where its graph fits on fewer."""
+        return self._rates.of(run.job, 0, kind)[1]
+
+    def admitting(self, run: JobRun, gpus: Sequence[int]) -> list[int]:
+        """Those of some GPUs that have room for a part of the job; of a graph, for its smallest."""
+        part = run.job.part if run.job.graph is None else Part()
+        return [gpu for gpu in gpus if self.devices.admits(gpu, part)]
+
+    def time_left(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> float:
+        """Predicted ticks to its end; infinite where it has no room."""
+        rate = self.rate(run, gpus, kind)
+        return run.remaining(self.now) * WORK / rate if rate else float("inf")
+
+    def rates_together(self, runs: Sequence[JobRun]) -> list[int]:
+        """Predicted work per tick of jobs that are alone on the same GPUs."""
+        parts = [run.job.part for run in runs]
+        sharing = self.devices.sharing
+        return [
+            self.rate(run) * sharing.rate(parts, part, WHOLE) // WORK
+            for run, part in zip(runs, parts, strict=True)
+        ]
+
+
+class AllocatingPolicy(Policy):
+    """A policy that says who holds how many GPUs, of which kind, and with whom."""
+
+    @abstractmethod
+    def allocate(self, view: ClusterView) -> Sequence[Allocation]:
+        """What each job should hold that should hold any, most urgent first."""
+
+
+class RoundPolicy(AllocatingPolicy):
+    """Decides at the beginning of every round; in between, who finds room starts.
+
+    Args:
+        ticks: The length of a round.
+    """
+
+    preemptive = True
+
+    def __init__(self, ticks: int) -> None:
+        self._ticks = check_positive(ticks, "the round in ticks")
+        self._round = -1
+
+    def allocate(self, view: ClusterView) -> Sequence[Allocation]:
+        """As decided anew in a new round; else as it is, and jobs on what is idle."""
+        turn = view.now // self._ticks
+        if turn > self._round or not any(run.running for run in view.runs):
+            self._round = turn
+            return self.decide(view)
+        return [*view.kept(), *self.fill(view)]
+
+    @abstractmethod
+    def decide(self, view: ClusterView) -> Sequence[Allocation]:
+        """The allocation of a round."""
+
+    def fill(self, view: ClusterView) -> Iterable[Allocation]:
+        """Allocations of waiting jobs for idle GPUs, in the middle of a round: those that fit."""
+        free = len(view.idle)
+        for run in view.runs:
+            if not run.running and view.needs(run) <= free:
+                free -= view.needs(run)
+                yield Allocation(run)
+
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The beginning of the next round, while there are jobs."""
+        return (now // self._ticks + 1) * self._ticks if runs else None
