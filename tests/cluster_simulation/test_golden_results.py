@@ -5,14 +5,13 @@ folder that BAECHI_TRACES names), those tests are skipped. The rules are in `clu
 """
 
 import csv
-import os
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 from cluster_oracle import expected
 from hypothesis import given
 from hypothesis import strategies as st
+from published import FOLDER, published
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
@@ -21,9 +20,6 @@ from baechi.cluster_simulation.policies.tiresias import GittinsIndex, sampled_gp
 from baechi.cluster_simulation.results import JOB_COLUMNS, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.traces import read_trace
-
-FOLDER = Path(os.environ.get("BAECHI_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
-published = pytest.mark.skipif(not FOLDER.is_dir(), reason="the published traces are not here")
 
 # Mean completion times of the original on muri-3, 64 GPUs, from the README of that folder.
 MURI = {

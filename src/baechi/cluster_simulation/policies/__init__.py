@@ -7,6 +7,7 @@ from typing import Final
 from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.policies import tiresias
+from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.backfill import Backfill
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.fair_share import FairShare
@@ -14,6 +15,8 @@ from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst
 from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
+from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
+from baechi.cluster_simulation.policies.gavel import Gavel
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.priority import Priority
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
@@ -46,6 +49,12 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "pack": partial(FitJobFirst, "pack"),
     "spread": partial(FitJobFirst, "spread"),
     "delay-relaxation": DelayRelaxation,
+    "gavel-max-min": partial(Gavel, "gavel-max-min"),
+    "gavel-makespan": partial(Gavel, "gavel-makespan"),
+    "gavel-ftf": partial(Gavel, "gavel-ftf"),
+    "gavel-packed": partial(Gavel, "gavel-packed"),
+    "allox": AlloX,
+    "gandiva-fair": GandivaFair,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -58,6 +67,11 @@ DEFAULTS: Final = {
     "pack": ("best-fit", "exclusive"),
     "spread": ("spread", "exclusive"),
     "delay-relaxation": ("best-fit", "exclusive"),
+    **dict.fromkeys(
+        ("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
+        ("best-fit", "exclusive"),
+    ),
+    "gavel-packed": ("best-fit", "mps"),
 }
 # How long a job must have waited, in times that it ran, to go back to the first queue.
 _PROMOTE: Final = {"05": 0.5, **{str(times): times for times in (1, 2, 4, 8, 10, 100, 1000)}}

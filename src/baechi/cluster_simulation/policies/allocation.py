@@ -10,7 +10,7 @@ Two jobs share GPUs only where an allocation says so (`beside`), and where the s
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
@@ -137,14 +137,58 @@ class ClusterView:
         rate = self.rate(run, gpus, kind)
         return run.remaining(self.now) * WORK / rate if rate else float("inf")
 
-    def rates_together(self, runs: Sequence[JobRun]) -> list[int]:
-        """Predicted work per tick of jobs that are alone on the same GPUs."""
+    def rates_on_kinds(self, run: JobRun) -> list[int]:
+        """Predicted work per tick on every kind."""
+        return [self.rate(run, kind=kind) for kind in self.kinds]
+
+    def may_share(self, runs: Sequence[JobRun]) -> bool:
+        """True if the sharing lets all be on one GPU, memory included where it is modeled."""
         parts = [run.job.part for run in runs]
         sharing = self.devices.sharing
-        return [
-            self.rate(run) * sharing.rate(parts, part, WHOLE) // WORK
-            for run, part in zip(runs, parts, strict=True)
-        ]
+        room = min((gpu.free_bytes for gpu in self.devices.fleet.gpus if gpu.free_bytes), default=0)
+        fits = not room or sum(part.memory_bytes for part in parts) <= room
+        whole = all(run.job.graph is None for run in runs)
+        return (
+            fits
+            and whole
+            and all(sharing.admits(parts[:place], part) for place, part in enumerate(parts))
+        )
+
+    def slowed_together(self, runs: Sequence[JobRun]) -> list[float]:
+        """The part of its rate that each of some jobs keeps where all are on the same GPUs."""
+        parts = [run.job.part for run in runs]
+        rate = self.devices.sharing.rate
+        return [rate(parts, part, WHOLE) / rate([part], part, WHOLE) for part in parts]
+
+    def on_best_kinds(self, runs: Iterable[JobRun], left: Sequence[int]) -> Iterator[Allocation]:
+        """Allocations of the first jobs that find room: on the kind where they are fastest.
+
+        A job that no single kind has room for takes any GPUs, if all are left.
+
+        Args:
+            runs: Most urgent first.
+            left: GPUs that are free of every kind.
+        """
+        free = list(left)
+        kinds = list(self.kinds)
+        for run in runs:
+            rates = self.rates_on_kinds(run)
+            for kind in sorted(range(len(kinds)), key=lambda kind: (-rates[kind], kind)):
+                needs = self.needs(run, kinds[kind])
+                if rates[kind] and needs <= free[kind]:
+                    free[kind] -= needs
+                    yield Allocation(run, among=self.kinds[kinds[kind]])
+                    break
+            else:
+                if not any(rates) and sum(free) == self.total:
+                    free = [0] * len(free)
+                    yield Allocation(run)
+
+    @property
+    def idle_by_kind(self) -> list[int]:
+        """How many GPUs of every kind no job is on."""
+        owners = self.devices.owners
+        return [sum(not owners[gpu] for gpu in gpus) for gpus in self.kinds.values()]
 
 
 class AllocatingPolicy(Policy):
@@ -182,11 +226,8 @@ class RoundPolicy(AllocatingPolicy):
 
     def fill(self, view: ClusterView) -> Iterable[Allocation]:
         """Allocations of waiting jobs for idle GPUs, in the middle of a round: those that fit."""
-        free = len(view.idle)
-        for run in view.runs:
-            if not run.running and view.needs(run) <= free:
-                free -= view.needs(run)
-                yield Allocation(run)
+        waiting = (run for run in view.runs if not run.running)
+        return view.on_best_kinds(waiting, view.idle_by_kind)
 
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The beginning of the next round, while there are jobs."""
