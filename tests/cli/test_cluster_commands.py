@@ -105,6 +105,16 @@ def test_all_policies_are_compared(run, tmp_path):
     assert len(json.loads((tmp_path / "out" / "comparison.json").read_text())) == len(POLICIES)
 
 
+def test_jobs_are_elastic_with_a_serial_part(run, tmp_path):
+    def times(*options):
+        run("--policy", "optimus", "--no-plot", *options)
+        return [row[4] for row in table(tmp_path / "out" / "job.csv")[1:]]
+
+    # The first has four GPUs at once; then one job has one (20 of work) and one three (200).
+    assert times("--serial", "0") == ["25", "45", "92"]
+    assert times() == ["30", "100", "150"]
+
+
 def test_what_is_not_given_goes_with_what_is(run, tmp_path):
     alone = run("--policy", "split-or-wait", "--no-plot")
     assert "no job has one. Give --graphs" in " ".join(alone.output.split())

@@ -75,6 +75,13 @@ def cluster(
         Path | None,
         typer.Option(help="Folder of MODEL.graph.json: jobs of these models carry their graph."),
     ] = None,
+    serial: Annotated[
+        float | None,
+        typer.Option(
+            help="Give jobs speed-up curves by Amdahl's law, for elastic policies: the part of "
+            "their work that is serial."
+        ),
+    ] = None,
     preempt_cost: Annotated[int, typer.Option(min=0, help="Work lost when preempted.")] = 0,
     restart_cost: Annotated[int, typer.Option(min=0, help="Work that going on costs.")] = 0,
     compat: Annotated[
@@ -102,6 +109,7 @@ def cluster(
           --gpus-per-node 4 --policy dlas-gpu --scheme count --out results
     """
     from baechi.cluster_simulation.fleet import Fleet
+    from baechi.cluster_simulation.jobs import amdahl
     from baechi.cluster_simulation.policies import (
         DEFAULTS,
         POLICIES,
@@ -134,6 +142,9 @@ def cluster(
         raise InputError(f"cannot write to {out}: it is no folder.")
     out.mkdir(parents=True, exist_ok=True)
     jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
+    if serial is not None:
+        curves = {job.gpus: amdahl(job.gpus, 4 * job.gpus, serial) for job in jobs}
+        jobs = [replace(job, curve=curves[job.gpus]) for job in jobs]
     _say_sizes(known, fleet)
     needing = [name for name, (where, _) in zip(names, chosen, strict=True) if where == "baechi"]
     if needing and all(job.graph is None for job in jobs):

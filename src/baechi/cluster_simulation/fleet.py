@@ -195,9 +195,11 @@ class DeviceStates:
         refused: Requests of this simulation that schemes found no room for.
         held_bytes: The memory that jobs hold, where it is modeled.
         among: The GPUs that schemes may choose among, while a policy wants some; else all.
+        wanted: How many GPUs a policy wants for a job, if it chooses sizes; else 0.
     """
 
     among: Sequence[int]
+    wanted: int = 0
 
     def __init__(
         self,
@@ -242,14 +244,14 @@ class DeviceStates:
 
         Args:
             job: For whom.
-            size: So many GPUs; `Job.gpus` if 0.
+            size: So many GPUs; `Job.gpus` if 0. A graph is then as fast as it can be on so many.
             among: Of these, in order; of all if absent.
         """
         resized = size and size != job.gpus
         asking = replace(job, gpus=size, most_gpus=size, curve=()) if resized else job
-        self.among = self._all if among is None else among
+        self.among, self.wanted = self._all if among is None else among, size
         grant = self._choose(asking, self)
-        self.among = self._all
+        self.among, self.wanted = self._all, 0
         return None if grant is None else self._paced(job, grant)
 
     def join(self, job: Job, size: int, gpus: tuple[int, ...]) -> Grant | None:

@@ -204,6 +204,21 @@ class Job:
         return *asked, self.stages, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
 
 
+def amdahl(gpus: int, most: int, serial: float) -> tuple[int, ...]:
+    """The curve of a job of `gpus` of which a part is serial, up to `most` GPUs: Amdahl's law.
+
+    Raises:
+        InputError: The serial part is not from 0 to 1.
+    """
+    if not 0 <= serial <= 1:
+        raise InputError(f"the serial part of a job is {serial}; give 0 to 1.")
+
+    def time(count: int) -> float:
+        return serial + (1 - serial) / count
+
+    return tuple(max(1, round(WHOLE * time(gpus) / time(n))) for n in range(1, most + 1))
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -234,6 +249,7 @@ class JobRun:
         resume: How often it got GPUs.
         promote: The policy counts these.
         rate: Its work per tick while it runs.
+        asked: The size of the allocation that it has, where a policy allocates.
         version: Counts changes of its end: an event of an older one is stale.
     """
 
@@ -249,6 +265,7 @@ class JobRun:
     promote: int = 0
     overhead: int = 0
     rate: int = 0
+    asked: int = 0
     version: int = 0
     _remaining: int = field(init=False)
     _since: int = field(init=False)

@@ -189,7 +189,8 @@ class Baechi(_GraphScheme):
     """Places a job's graph on what is left of the GPUs that admit another job.
 
     Whole on one GPU where that is possible, else on as few as possible, at most `Job.most_gpus`. A
-    job without a graph is placed as by `best-fit`.
+    job without a graph is placed as by `best-fit`. Where a policy chooses how many GPUs a job has,
+    it is split over so many if that is faster than whole.
 
     A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops. So
     answers are kept (`DeviceStates.memo`) by kinds of GPUs and 32nds of their memory. Nothing is
@@ -213,6 +214,12 @@ class Baechi(_GraphScheme):
                 nbytes = AMPLE if memory is None else memory
                 left.append(_Residual(index, nbytes, devices.fleet.gpus[index]))
         found = self._whole(job, devices, left)
+        if found is not None and devices.wanted > 1 and len(left) > 1:
+            split = self._split(job, devices, left, min(devices.wanted, len(left)))
+            if split is not None and devices.rate(split, joins=True) > devices.rate(
+                found, joins=True
+            ):
+                return split
         for most in range(2, min(job.most_gpus or job.gpus, len(left)) + 1):
             if found is None:
                 found = self._split(job, devices, left, most)

@@ -166,7 +166,6 @@ class _Simulation:
         self._wake: int | None = None
         self._waiting = 0
         self._rates: Rates | None = None
-        self._asked: dict[int, int] = {}  # the size of the allocation that it has
         self._hopeless: set[object] = set()  # shapes that found no room since a job last left
         self._still = 0  # events since the last arrival or end
         self._least: tuple[int, int] | None = None  # work, in all and of a job, in these events
@@ -380,12 +379,12 @@ class _Simulation:
             elif other is None and idle:
                 every = range(len(devices.owners)) if allocation.among is None else allocation.among
                 free = [gpu for gpu in every if not devices.owners[gpu]]
-                grant = devices.place(run.job, allocation.size, free) if free else None
+                grant = devices.place(run.job, allocation.gpus, free) if free else None
                 idle -= len(grant.gpus) if grant is not None else 0
             if grant is not None:
                 placed[run.index] = run, grant
                 devices.take(run, grant)
-                self._asked[run.index] = allocation.size
+                run.asked = allocation.size
         self._book(away, list(placed.values()), now)
 
     def _keepers(self, allocations: Sequence[Allocation]) -> set[int]:
@@ -400,7 +399,7 @@ class _Simulation:
                     f"policy {self._policy.name!r} names job {run.job.name!r} twice or too late."
                 )
             names.add(run.index)
-            if not run.running or self._asked[run.index] != allocation.size:
+            if not run.running or run.asked != allocation.size:
                 continue
             if other is None:
                 stays = held.isdisjoint(gpus)

@@ -10,6 +10,7 @@ from baechi.cluster_simulation.policies import tiresias
 from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.backfill import Backfill
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
+from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
 from baechi.cluster_simulation.policies.fair_share import FairShare
 from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst
 from baechi.cluster_simulation.policies.fifo import Fifo
@@ -17,7 +18,9 @@ from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFa
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
+from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
@@ -55,6 +58,9 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "gavel-packed": partial(Gavel, "gavel-packed"),
     "allox": AlloX,
     "gandiva-fair": GandivaFair,
+    "optimus": Optimus,
+    "pollux": Pollux,
+    "elastic-srjf": ElasticSrjf,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -68,7 +74,10 @@ DEFAULTS: Final = {
     "spread": ("spread", "exclusive"),
     "delay-relaxation": ("best-fit", "exclusive"),
     **dict.fromkeys(
-        ("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
+        (
+            *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
+            *("optimus", "pollux", "elastic-srjf"),
+        ),
         ("best-fit", "exclusive"),
     ),
     "gavel-packed": ("best-fit", "mps"),

@@ -110,8 +110,7 @@ class ClusterView:
         )
         for run in by_start:
             gpus = run.grant.gpus
-            size = len(gpus) if run.job.curve else 0
-            allocations.append(Allocation(run, size, gpus, first.get(gpus)))
+            allocations.append(Allocation(run, run.asked, gpus, first.get(gpus)))
             first.setdefault(gpus, run)
         return allocations
 
@@ -126,6 +125,43 @@ class ClusterView:
     def needs(self, run: JobRun, kind: str | None = None) -> int:
         """The GPUs that a job takes: fewer than it asks for where its graph fits on fewer."""
         return self._rates.of(run.job, 0, kind)[1]
+
+    def most(self, run: JobRun) -> int:
+        """The most GPUs that a policy may give it."""
+        job = run.job
+        widest = len(job.curve) or job.gpus
+        if job.graph is not None:
+            widest = job.most_gpus or job.gpus
+        return min(widest, self.total)
+
+    def least(self, run: JobRun) -> int:
+        """The fewest GPUs that it runs on; 0 if it has no room on as many as there are."""
+        if not run.job.curve and run.job.graph is None:
+            return run.job.gpus if run.job.gpus <= self.total else 0
+        sizes = range(1, self.most(run) + 1)
+        return next((size for size in sizes if self.rate(run, size)), 0)
+
+    def size(self, run: JobRun) -> int:
+        """How many GPUs it was given; a graph may use fewer."""
+        return run.asked if run.running else 0
+
+    def least_sizes(
+        self, runs: Iterable[JobRun], free: int | None = None
+    ) -> tuple[dict[int, int], int]:
+        """The least sizes of the first jobs that find room, and the GPUs that are left.
+
+        Args:
+            runs: Most urgent first.
+            free: GPUs that may be given; all if absent.
+        """
+        left = self.total if free is None else free
+        sizes: dict[int, int] = {}
+        for run in runs:
+            least = self.least(run)
+            if 0 < least <= left:
+                sizes[run.index] = least
+                left -= least
+        return sizes, left
 
     def admitting(self, run: JobRun, gpus: Sequence[int]) -> list[int]:
         """Those of some GPUs that have room for a part of the job; of a graph, for its smallest."""

@@ -1,0 +1,138 @@
+"""Policies that choose how many GPUs a job has: Optimus, Pollux' objective, Voda's elastic SRJF."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baechi import InputError, Op, OpGraph
+from baechi.cluster_simulation.fleet import DeviceStates, Fleet
+from baechi.cluster_simulation.jobs import WHOLE, Exclusive, Job, JobRun, amdahl
+from baechi.cluster_simulation.placement_schemes import Baechi, BestFit
+from baechi.cluster_simulation.policies import policy_named
+from baechi.cluster_simulation.policies.allocation import ClusterView, Rates
+from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
+from baechi.cluster_simulation.policies.optimus import Optimus
+from baechi.cluster_simulation.policies.pollux import Pollux
+from baechi.cluster_simulation.simulator import simulate_cluster
+
+ELASTIC = ("optimus", "pollux", "elastic-srjf")
+
+
+def view_of(jobs, gpus, now=0):
+    devices = DeviceStates(Fleet.uniform(1, 1, gpus), Exclusive(), BestFit().place, 0, {})
+    runs = [JobRun(job, index) for index, job in enumerate(jobs)]
+    return ClusterView(now, runs, devices, Rates(devices))
+
+
+def sizes(policy, jobs, gpus):
+    answer = policy.allocate(view_of(jobs, gpus))
+    return {allocation.run.job.name: allocation.size for allocation in answer}
+
+
+def test_optimus_gives_each_gpu_to_the_largest_gain():
+    # Remaining times by size: a 120, 60, 40, 30; b 60, 40, 30. One each; then a gains 60, then b
+    # and a 20 each (a arrived first), then b 20.
+    a = Job("a", 1, 0, 120, curve=(1000, 2000, 3000, 4000))
+    b = Job("b", 1, 0, 60, curve=(1000, 1500, 2000))
+    assert sizes(Optimus(), [a, b], 2) == {"a": 1, "b": 1}
+    assert sizes(Optimus(), [a, b], 3) == {"a": 2, "b": 1}
+    assert sizes(Optimus(), [a, b], 4) == {"a": 3, "b": 1}
+    assert sizes(Optimus(), [a, b], 5) == {"a": 3, "b": 2}
+    assert sizes(Optimus(), [a, b], 9) == {"a": 4, "b": 3}
+    # Nobody takes a GPU that gains nothing, and without a curve a job is as wide as it is.
+    flat = Job("flat", 1, 0, 60, curve=(1000, 1000))
+    assert sizes(Optimus(), [flat, Job("rigid", 2, 0, 10)], 4) == {"flat": 1, "rigid": 2}
+
+
+def test_voda_gives_the_least_to_the_shortest_and_the_rest_in_turn():
+    curve = amdahl(1, 4, 0.0)
+    jobs = [Job(f"job{i}", 1, 0, 100 - 10 * i, curve=curve) for i in range(3)]
+    assert sizes(ElasticSrjf(), jobs, 2) == {"job2": 1, "job1": 1}
+    assert sizes(ElasticSrjf(), jobs, 5) == {"job2": 2, "job1": 2, "job0": 1}
+    assert sizes(ElasticSrjf(), jobs, 20) == {"job2": 4, "job1": 4, "job0": 4}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.lists(st.integers(0, 9), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(3, 6),
+)
+@settings(max_examples=40)
+def test_no_sizes_have_a_larger_harmonic_mean_of_speedups(rows, gpus):
+    jobs = []
+    for index, (gain, steps) in enumerate(rows):
+        rates = [1000]
+        for step in sorted(steps, reverse=True):  # concave
+            rates.append(rates[-1] + gain * step * 30 + 1)
+        jobs.append(Job(f"job{index}", 1, 0, 1000, curve=tuple(rates)))
+    view = view_of(jobs, gpus)
+    policy = Pollux()
+    found = policy.sizes(view, view.runs, {})
+
+    def loss(given):
+        return sum(
+            policy._term(view, run, size) for run, size in zip(view.runs, given, strict=True)
+        )
+
+    every = product(*(range(len(job.curve) + 1) for job in jobs))
+    best = min(loss(given) for given in every if sum(given) <= gpus)
+    ours = [found.get(run.index, 0) for run in view.runs]
+    assert sum(ours) <= gpus
+    assert loss(ours) == pytest.approx(best)
+
+
+def test_pollux_lets_a_running_job_be_where_a_restart_costs_more():
+    # Alone a job takes all; when another comes, both get a half: that is worth a restart.
+    curve = amdahl(1, 4, 0.1)
+    jobs = [Job("first", 1, 0, 3600, curve=curve), Job("second", 1, 600, 60, curve=curve)]
+    result = simulate_cluster(jobs, Fleet.uniform(1, 1, 4), policy_named("pollux"), BestFit())
+    rows = {row.job.name: row for row in result.outcomes}
+    assert rows["second"].start_time == 600
+    assert rows["second"].end_time < 660
+    assert rows["first"].preempt == 2  # to a half, and back
+    # One GPU more or less of four gains less than it costs.
+    few = [Job("first", 1, 0, 3600, curve=(1000, 1100, 1150, 1200)), Job("rigid", 1, 600, 60)]
+    result = simulate_cluster(few, Fleet.uniform(1, 1, 5), policy_named("pollux"), BestFit())
+    assert all(row.preempt == 0 for row in result.outcomes)
+
+
+@pytest.mark.parametrize("policy", ELASTIC)
+def test_who_is_alone_grows_and_work_adds_up(policy):
+    job = Job("alone", 2, 0, 1200, curve=amdahl(2, 4, 0.0))
+    result = simulate_cluster([job], Fleet.uniform(1, 1, 8), policy_named(policy), BestFit())
+    assert result.outcomes[0].end_time == 600
+    assert len(result.outcomes[0].gpus) == 4
+
+
+@pytest.mark.parametrize("policy", ELASTIC)
+def test_a_graph_has_as_many_devices_as_speed_it_up(policy):
+    """Two branches: twice as fast on two devices, and never faster on more."""
+    ops = tuple(Op(f"branch{i}", 1_000_000, persistent_bytes=10) for i in range(2))
+    job = Job("graph", 1, 0, 1000, graph=OpGraph(ops, ()), most_gpus=4)
+    fleet = Fleet.uniform(1, 1, 4, memory_bytes=100)
+    result = simulate_cluster([job], fleet, policy_named(policy), Baechi())
+    assert (len(result.outcomes[0].gpus), result.outcomes[0].end_time) == (2, 500)
+    # A policy that does not choose sizes has it on as few as it fits on.
+    result = simulate_cluster([job], fleet, policy_named("allox"), Baechi())
+    assert (len(result.outcomes[0].gpus), result.outcomes[0].end_time) == (1, 1000)
+    # Three such jobs on four devices of less memory: each has two as its least, so one waits.
+    fleet = Fleet.uniform(1, 1, 4, memory_bytes=15)
+    jobs = [replace(job, name=f"graph{i}") for i in range(3)]
+    result = simulate_cluster(jobs, fleet, policy_named(policy), Baechi())
+    assert sorted(row.end_time for row in result.outcomes) == [500, 500, 1000]
+
+
+def test_amdahl():
+    assert amdahl(1, 4, 0.0) == (1000, 2000, 3000, 4000)
+    assert amdahl(2, 4, 1.0) == (1000, 1000, 1000, 1000)
+    assert amdahl(1, 2, 0.5) == (1000, round(WHOLE / 0.75))
+    with pytest.raises(InputError, match="serial part"):
+        amdahl(1, 2, 1.5)
+    with pytest.raises(InputError, match="must be 1000 for 2 GPUs"):
+        Job("a", 2, 0, 1, curve=(1000, 1500))
