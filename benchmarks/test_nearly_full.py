@@ -16,7 +16,7 @@ import pytest
 from hidden import hidden_among_constraints
 
 from baechi import Cluster, Device, InfeasibleError, Link, Op, OpGraph, Tensor, solve
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 
 LINK = Link(10_000, 10**9)

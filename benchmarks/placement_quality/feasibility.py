@@ -26,7 +26,7 @@ from benchmarks.placement_quality.generators import LINK
 
 from baechi import Cluster, Device, OpGraph, Placement, Tensor, _core, simulate
 from baechi.placers.placer import depth_first, shuffled
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 
 SLACK = 0.05

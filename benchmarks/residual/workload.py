@@ -16,7 +16,8 @@ from baechi import OpGraph, Placement
 from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Job
 from baechi.cluster_simulation.placement_schemes import AMPLE, NEAR
-from baechi.placers.solving import find, solve
+from baechi.placers.searching import find
+from baechi.placers.solving import solve
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import simulate
 from baechi.records.cluster import Cluster, Link

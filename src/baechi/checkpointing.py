@@ -19,7 +19,8 @@ from typing import Final
 
 from baechi.errors import InfeasibleError, InputError
 from baechi.placers.placer import Placer, smallest
-from baechi.placers.solving import find, solve
+from baechi.placers.searching import find
+from baechi.placers.solving import solve
 from baechi.problem.problem_arrays import Problem
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph

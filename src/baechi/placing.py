@@ -22,7 +22,8 @@ from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
 from baechi.errors import BaechiError, InfeasibleError, InputError, with_text
 from baechi.placers.auto import check_effort
-from baechi.placers.solving import OBJECTIVES, placer_of
+from baechi.placers.searching import placer_of
+from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
 from baechi.probing.cluster_probe import probe
 from baechi.probing.link_probe import graph_launch_ns

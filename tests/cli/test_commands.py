@@ -24,7 +24,7 @@ from baechi import (
 )
 from baechi.cli.commands import app
 from baechi.cli.console import load_model
-from baechi.placers.solving import PLACERS
+from baechi.placers.searching import PLACERS
 from baechi.records.optimizer_state import OPTIMIZERS
 from baechi.traced.traced_model import Traced
 

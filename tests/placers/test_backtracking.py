@@ -24,7 +24,7 @@ from baechi import (
 )
 from baechi.placers.memory_packing import backtracked, is_hopeless, is_unpackable
 from baechi.placers.placer import depth_first, shuffled
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 

@@ -12,7 +12,7 @@ from strategies import graphs
 from baechi import Cluster, Link, Op, OpGraph, Placement, Tensor, _core, simulate, solve
 from baechi.placers.memory_packing import is_hopeless
 from baechi.placers.placer import on_demand
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, overflows, replay
 

@@ -33,7 +33,7 @@ from baechi import (
 )
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.placer import Placer
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.microbatches import run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows

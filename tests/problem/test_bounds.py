@@ -25,7 +25,7 @@ from baechi import (
 )
 from baechi.placers.local_search import FAST, improved
 from baechi.placers.memory_packing import Packing
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.bounds import lower_bound_ns, parts
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows

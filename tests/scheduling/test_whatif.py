@@ -21,7 +21,7 @@ from baechi import (
 )
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.memory_packing import arrangements
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 from baechi.scheduling.claims import Claim, Use, Wish
 from baechi.scheduling.decision import choose, decide, explore

@@ -18,7 +18,7 @@ from baechi.cluster_simulation.fleet import DeviceStates, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, WORK, Grant, Job, Part
 from baechi.placers.auto import best
 from baechi.placers.list_schedulers import HEFT, METF
-from baechi.placers.solving import find
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import simulate
 from baechi.records.cluster import Cluster, Device, Link

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Final, final
 
 from baechi.errors import InputError
-from baechi.placers.solving import PLACERS
+from baechi.placers.searching import PLACERS
 from baechi.problem.microbatches import copies_of
 from baechi.problem.simulation import Launch, launches, simulate
 from baechi.records.cluster import Cluster

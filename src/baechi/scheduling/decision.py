@@ -17,10 +17,11 @@ from typing import Final, NoReturn, final
 from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.placers.auto import best, portfolio
 from baechi.placers.device_choice import linked
+from baechi.placers.infeasibility import EVERY, grown
 from baechi.placers.list_schedulers import HEFT, METF
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.placer import shortest, smallest
-from baechi.placers.solving import EVERY, ample_bytes, find, grown
+from baechi.placers.searching import ample_bytes, find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster, Constraints
