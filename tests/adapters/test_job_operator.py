@@ -436,6 +436,8 @@ def test_the_manifests_fit_what_the_operator_does(objects: Objects, operator: Op
     operator.turn()
     operator.turn()
     assert phases(objects) == {"gpt2": "Failed"}
+    base = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+    assert all((DEPLOY / name).is_file() for name in base["resources"])
     rows = yaml.safe_load_all((DEPLOY / "operator.yaml").read_text())
     (role,) = (row for row in rows if row["kind"] == "ClusterRole")
     granted = {
