@@ -294,7 +294,7 @@ class _Planner:
             if self.verify:
                 unsplit = Unsplit(model)
                 special.settle()
-                verify(unsplit, special, own_objects(model, call))
+                self._verify(unsplit, special, own_objects(model, call))
             return special
         return None
 
@@ -348,8 +348,18 @@ class _Planner:
                 schedule = cast(Schedule, special.schedule)
                 self.say(outlook(schedule, self.cluster, placement.devices))
             if unsplit is not None:
-                verify(unsplit, special, call)
+                self._verify(unsplit, special, call)
             return special
+
+    def _verify(self, unsplit: Unsplit, special: Executable, call: Call) -> None:
+        if not special.own_loss:
+            return verify(unsplit, special, call)
+        # A step goes backward by itself, so what is compared is a call with the same tapes.
+        called = self._executable(special.traced, cast(OpGraph, special.graph), special.placement)
+        try:
+            return verify(unsplit, called, call)
+        finally:
+            called.close()
 
     @contextmanager
     def _planning(self) -> Iterator[None]:

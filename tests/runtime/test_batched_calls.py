@@ -505,3 +505,139 @@ def test_a_call_that_keeps_more_than_there_is_is_refused_and_a_step_is_not() -> 
     with placed.metered() as meter:
         placed.step(x, targets=x, loss=square)
     assert max(meter.peak_bytes) <= room
+
+
+class Blocks(nn.Module):
+    """Blocks between a first and a last layer, with dropout where it is wanted."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.last(h)
+
+
+class Rounded(Blocks):
+    """The same in bfloat16 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return y.float()
+
+
+def loop_of(model: nn.Module, x: Tensor, t: Tensor, n: int, scale: float = 1.0) -> Tensor:
+    """The loss of the reference of a step, whose gradients are in `.grad`."""
+    losses = []
+    for c, d in zip(x.chunk(n), t.chunk(n), strict=True):
+        losses.append(square(model(c), d) * (scale / n))
+        losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("checkpoint", ["blocks.1", ("blocks.*",)])
+def test_a_step_runs_parts_again_and_gives_the_same_bits(
+    checkpoint: str | tuple[str, ...], dropout: float
+) -> None:
+    plain, x, t = Blocks(dropout), torch.randn(32, 4), torch.randn(32, 4)
+    placed = lazily(copy.deepcopy(plain), microbatches=4, checkpoint=checkpoint)
+    with one_thread():
+        for seed in range(2):  # the second adds to the gradients of the first
+            torch.manual_seed(seed)
+            wanted = loop_of(plain, x, t, 4)
+            torch.manual_seed(seed)
+            found = placed.step(x, targets=t, loss=square)
+            assert differing(left_by(placed, found), left_by(plain, wanted)) == []
+    phase = placed.program.phases[0]
+    assert any(segment.again for segment in phase.segments)
+    assert len(set(placed.placement.devices)) == 2
+
+
+def test_a_step_that_runs_parts_again_holds_less_and_no_more_than_predicted() -> None:
+    x, peaks = torch.randn(512, 4), {}
+    for checkpoint in (None, "blocks.?"):
+        placed = lazily(Blocks(), microbatches=4, checkpoint=checkpoint)
+        placed.step(x, targets=x, loss=square)
+        placed.zero_grad()
+        with placed.metered() as meter:
+            placed.step(x, targets=x, loss=square)
+        rows = zip(meter.peak_bytes, placed.rhythm.peak_bytes, strict=True)
+        assert all(seen <= 1.002 * said for seen, said in rows)
+        peaks[checkpoint] = sum(meter.peak_bytes)
+    assert peaks["blocks.?"] < 0.7 * peaks[None]
+
+
+def test_autocast_is_of_the_model_or_around_a_call_and_not_around_a_step() -> None:
+    """Each micro-batch casts weights for itself, as in an autocast of its own."""
+    x, t = torch.randn(8, 4), torch.randn(8, 4)
+    inside, around = Rounded(), Blocks()
+    lower = partial(torch.autocast, "cpu", torch.bfloat16)
+    with one_thread():
+        placed = lazily(copy.deepcopy(inside), microbatches=2)
+        wanted = loop_of(inside, x, t, 2)
+        found = placed.step(x, targets=t, loss=square)
+        assert differing(left_by(placed, found), left_by(inside, wanted)) == []
+
+        placed = lazily(copy.deepcopy(around), microbatches=2)
+        with lower():
+            y = placed(x)
+            with pytest.raises(ExecutionError, match=r"step\(\) was called under autocast"):
+                placed.step(x, targets=t, loss=square)
+        parts = []
+        for c in x.chunk(2):
+            with lower():
+                parts.append(around(c))
+        z = torch.cat(parts)
+        assert y.dtype == torch.bfloat16
+        for result in (y, z):
+            square(result, t).backward()
+        assert differing(left_by(placed, y), left_by(around, z)) == []
+
+
+def test_steps_train_with_a_scaler_clipping_and_an_optimizer_as_the_loop_does() -> None:
+    """The scale goes into the weights; every parameter is equal in every bit after three steps."""
+    plain = Blocks()
+    placed = lazily(copy.deepcopy(plain), microbatches=4, optimizer="adamw")
+    models: list[Any] = [plain, placed]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12) for _ in models]
+    with one_thread():
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x, t = torch.randn(8, 4), torch.randn(8, 4)
+            for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+                scale = float(scaler.scale(torch.ones(())))
+                if model is plain:
+                    loop_of(model, x, t, 4, scale)
+                else:
+                    model.step(x, targets=t, loss=square, weights=[scale / 4] * 4)
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert differing(placed.state_dict(), plain.state_dict()) == []
+
+
+def test_a_step_of_one_batch_is_verified_and_refuses_compiled_tapes() -> None:
+    plain, x, t = Blocks(), torch.randn(8, 4), torch.randn(8, 4)
+    with one_thread():
+        placed = lazily(copy.deepcopy(plain), verify=True)
+        wanted = loop_of(plain, x, t, 1)
+        found = placed.step(x, targets=t, loss=square)
+        assert differing(left_by(placed, found), left_by(plain, wanted)) == []
+    with pytest.raises(InputError, match=r"step\(\) does not go with compile="):
+        lazily(Blocks(), compile=True).step(x, targets=t, loss=square)
+    with pytest.raises(InputError, match="cuda_graphs"):
+        lazily(Blocks(), cuda_graphs=True).step(x, targets=t, loss=square)

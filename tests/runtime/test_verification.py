@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from placed import again_at_random, place_on
+from placed import again_at_random, lazily, place_on
 from seeds import some
 from torch import nn
 
@@ -129,6 +129,18 @@ def test_the_first_gradient_that_differs_is_named(dropout: float) -> None:
     assert "first at the gradient of add (" in text
     assert "in forward: x = self.dropout(self.layers[1](x)) + self.dropout(x)" in text
     assert "max rel error 0.25" in text
+
+
+def test_a_step_with_the_loss_inside_is_verified() -> None:
+    """By a call with the same tapes; the model is as before, and steps go on where it is right."""
+    x = example()
+    wrong = lazily(Drifts(back=True), verify=True)
+    with pytest.raises(baechi.ExecutionError, match=r"first at the gradient of model/add \("):
+        wrong.step(x, targets=x, loss=nn.functional.mse_loss)
+    right = lazily(Drifts(), verify=True)
+    loss = right.step(x, targets=x, loss=nn.functional.mse_loss)
+    assert torch.isfinite(loss)
+    assert right.layers[0].weight.grad is not None
 
 
 def test_an_argument_with_a_wrong_gradient_is_named() -> None:
