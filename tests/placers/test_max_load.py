@@ -27,7 +27,7 @@ from baechi.problem.simulation import overflows, period_ns
 LINK = Link(10, 10**9)
 
 
-def drawn(seed, most=7):
+def drawn(seed, most=7, nbytes=300):
     draw = random.Random(seed)
     n = draw.randint(4, most)
     ops = tuple(
@@ -36,7 +36,7 @@ def drawn(seed, most=7):
     )
     readers = [draw.sample(range(i + 1, n), min(n - 1 - i, draw.randint(1, 3))) for i in range(n)]
     rows = enumerate(readers[:-1])
-    return OpGraph(ops, tuple(Tensor(i, tuple(row), draw.randint(0, 300)) for i, row in rows))
+    return OpGraph(ops, tuple(Tensor(i, tuple(row), draw.randint(0, nbytes)) for i, row in rows))
 
 
 def load(graph, devices):
@@ -110,7 +110,7 @@ def test_pins_and_room_for_weights_are_kept():
 
 @pytest.mark.parametrize("seed", seeds(100))
 def test_what_is_found_for_throughput_fits(seed):
-    graph = drawn(seed, most=14)
+    graph = drawn(seed, most=14, nbytes=60)
     state = sum(op.persistent_bytes for op in graph.ops) + 100
     for share in (0.5, 0.7, 0.9):
         cluster = Cluster.uniform(3, int(state * share), LINK)

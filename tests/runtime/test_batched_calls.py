@@ -13,6 +13,7 @@ import torch
 import zoo
 from fake_cuda import Gpu, sanitized
 from placed import cpus, lazily, made_up_profile, one_thread, same
+from seeds import some
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -641,3 +642,28 @@ def test_a_step_of_one_batch_is_verified_and_refuses_compiled_tapes() -> None:
         lazily(Blocks(), compile=True).step(x, targets=t, loss=square)
     with pytest.raises(InputError, match="cuda_graphs"):
         lazily(Blocks(), cuda_graphs=True).step(x, targets=t, loss=square)
+
+
+def _sum_of_squares(y: Any, t: Tensor) -> Tensor:
+    rows = [row for row in tensors_in(y) if row.is_floating_point()]
+    return torch.stack([row.float().square().mean() for row in rows]).sum() + 0 * t.sum()
+
+
+_IN_BATCHES = ["gpt2", "bert", "t5", "llama", "vit", "lstm_lm", "branches", "resnet_eval"]
+
+
+@pytest.mark.parametrize("name", some(_IN_BATCHES, 4))
+def test_no_device_holds_more_than_predicted_in_a_step_of_a_model(name: str) -> None:
+    model, args, kwargs = zoo.MODELS[name]()
+    given = {f"{i}": value for i, value in enumerate(args)} | kwargs
+    given = {key: torch.cat([v] * 4) if torch.is_tensor(v) else v for key, v in given.items()}
+    args = [given.pop(f"{i}") for i in range(len(args))]
+    if "labels" not in given:
+        given |= {"targets": torch.zeros(len(args[0])), "loss": _sum_of_squares}
+    placed = lazily(model, microbatches=4, placer=baechi.RandomPlacer(1))
+    placed.step(*args, **given)
+    placed.zero_grad()
+    with placed.metered() as meter:
+        placed.step(*args, **given)
+    for seen, said in zip(meter.peak_bytes, placed.rhythm.peak_bytes, strict=True):
+        assert seen <= 1.002 * said
