@@ -1,13 +1,21 @@
 """What a graph does to memory is the same whether every node is run or every different one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
+import zoo
 from steps import case
 from torch import fx, nn
 
 import baechi
+from baechi.torch_support.symbolic_sizes import Symbols
 from baechi.tracing import alias_analysis
 from baechi.tracing.alias_analysis import Facts, propagate
+from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
 
 DEEP = ("gpt2", "bert", "llama", "t5", "clip", "vit", "nn_transformer")  # of two layers
@@ -18,31 +26,74 @@ KEEPING_FORMS = (
 )
 
 
-def facts_of(module: TracedModule, monkeypatch: pytest.MonkeyPatch) -> tuple[Facts, int]:
-    """The facts of a traced model, and how many nodes were run for them."""
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
+    """The operators that are run on fake tensors inside."""
     ran: list[fx.Node] = []
+    own = fx.Interpreter.run_node
 
     def run_node(self: fx.Interpreter, node: fx.Node) -> object:
-        ran.append(node)
+        if node.op == "call_function" and isinstance(self, alias_analysis._Recorder):
+            ran.append(node)
         return own(self, node)
 
-    own = fx.Interpreter.run_node
     with monkeypatch.context() as context:
         context.setattr(fx.Interpreter, "run_node", run_node)
-        facts = propagate(module.graph_module, module.call.tensors)
-    return facts, sum(node.op == "call_function" for node in ran)
+        yield ran
+
+
+def facts_of(module: TracedModule) -> Facts:
+    return propagate(module.graph_module, module.call.tensors)
 
 
 @pytest.mark.parametrize("name", KEEPING_FORMS)
 def test_facts_are_those_of_running_every_node(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = case(name).traced.module
-    found, few = facts_of(module, monkeypatch)
+    with counted(monkeypatch) as few:
+        found = facts_of(module)
     monkeypatch.setattr(alias_analysis, "_keeps_forms", lambda _: False)
-    expected, all_of_them = facts_of(module, monkeypatch)
+    with counted(monkeypatch) as every:
+        expected = facts_of(module)
     assert list(found.nodes.items()) == list(expected.nodes.items())
     assert found.storages == expected.storages
     assert not found.real
-    assert few < all_of_them if name in DEEP else few <= all_of_them
+    assert len(few) < len(every) if name in DEEP else len(few) <= len(every)
+
+
+def sizes_of(call: Call) -> frozenset[tuple[int, int]]:
+    """The batch, and the length of what is no image."""
+    rows = enumerate(call.tensors)
+    dims = ((i, t, dim) for i, t in rows for dim in range(1 if t.is_floating_point() else t.dim()))
+    return frozenset((i, dim) for i, t, dim in dims if t.shape[dim] > 1)
+
+
+def symbolic(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """What a family says of its sizes: conditions, and the facts at two of its sizes, as text."""
+    found: list[Any] = []
+    own = Symbols.conditions
+
+    def conditions(symbols: Symbols, known: Any) -> list[Any]:
+        found.append(own(symbols, known))
+        return list(found[-1])
+
+    model, args, kwargs = zoo.MODELS[name]()
+    places = sizes_of(canonical_call(model, args, kwargs))
+    with monkeypatch.context() as context:
+        context.setattr(Symbols, "conditions", conditions)
+        family = trace(model, args, kwargs, places=places).module.family
+    assert family is not None
+    for sizes in (family.traced_at, tuple(size + 1 for size in family.traced_at)):
+        facts = family.facts(sizes)
+        found.append([(node.name, fact) for node, fact in facts.nodes.items()])
+        found.append([(str(row.node), row.nbytes, row.attribute) for row in facts.storages])
+    return family.symbols, str(found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "clip"])
+def test_so_are_those_of_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = symbolic(name, monkeypatch)
+    monkeypatch.setattr(alias_analysis, "_keeps_forms", lambda _: False)
+    assert found == symbolic(name, monkeypatch)
 
 
 class Block(nn.Module):
@@ -60,24 +111,31 @@ class Block(nn.Module):
         return x + self.down(y * y).unflatten(-1, (2, 4)).flatten(-2) * scale
 
 
-def stack_of(layers: int) -> TracedModule:
+def stack_of(layers: int, *places: tuple[int, int]) -> TracedModule:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(layers)))
-    return baechi.trace(model, (torch.randn(4, 8, requires_grad=True),)).module
+    example = (torch.randn(4, 8, requires_grad=True),)
+    module: TracedModule = trace(model, example, places=frozenset(places)).module
+    return module
 
 
-def test_of_equal_layers_the_first_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    two, six = (facts_of(stack_of(layers), monkeypatch)[1] for layers in (2, 6))
+@pytest.mark.parametrize("places", [(), ((0, 0),)], ids=["one size", "any size"])
+def test_of_equal_layers_the_first_is_run(
+    places: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counted(monkeypatch) as two:
+        stack_of(2, *places)
+    with counted(monkeypatch) as six:
+        stack_of(6, *places)
     regions = 4  # without gradients: these are graphs of their own, and are run
-    assert six == two + regions
+    assert len(six) == len(two) + regions
 
 
 def test_equal_layers_have_facts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stack_of(4)
-    found, _ = facts_of(module, monkeypatch)
+    found = facts_of(module)
     monkeypatch.setattr(alias_analysis, "_keeps_forms", lambda _: False)
-    expected, _ = facts_of(module, monkeypatch)
-    assert found == expected
+    assert found == facts_of(module)
 
 
 class Filled(nn.Module):

@@ -150,7 +150,7 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
             found = stand_ins.get(id(tensor))
             return mode.from_tensor(tensor, static_shapes=True) if found is None else found
 
-        facts = _Recorder(module, stand_in).record(inputs)
+        facts = _Recorder(module, stand_in, _keeps_forms(module)).record(inputs)
     # Each has a storage of its own in the facts, which is as good where they are only read.
     tensors = {id(t): (t, node) for t, node in zip(inputs, placeholders, strict=True)}.values()
     memory = Counter(t.untyped_storage().data_ptr() for t, _ in tensors if t.numel())
@@ -180,7 +180,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
         ):
             stand_in = partial(mode.from_tensor, static_shapes=True)
-            return _Recorder(module, stand_in, once=_keeps_forms(module)).record(inputs)
+            return _Recorder(module, stand_in, _keeps_forms(module)).record(inputs)
     except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
@@ -201,8 +201,10 @@ def _keeps_forms(module: fx.GraphModule) -> bool:
             given, rows = node_arguments(node), node.target._schema.arguments
             written = (row.name for row in rows if row.alias_info and row.alias_info.is_write)
             return all(_is_exact(given[name]) for name in written)
-        regions = isinstance(node.target, HigherOrderOperator) and any(nodes_inside(node))
-        return regions or node.target is operator.getitem or not node.op.startswith("call_")
+        if isinstance(node.target, HigherOrderOperator):
+            return any(nodes_inside(node))
+        number = isinstance(node.meta.get("val"), _NUMBERS)
+        return number or node.target is operator.getitem or not node.op.startswith("call_")
 
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     return all(keeps(node) for part in parts for node in part.graph.nodes)
@@ -254,7 +256,6 @@ class _Recorder(fx.Interpreter):
         self,
         module: fx.GraphModule,
         stand_in: Callable[[torch.Tensor], torch.Tensor],
-        *,
         once: bool = False,
     ) -> None:
         # Values must live to the end: a storage's address is its name while it lives.
@@ -338,6 +339,9 @@ class _Recorder(fx.Interpreter):
         if self._once and type(rows) in (list, tuple) and all(map(_is_plain, rows)):
             places = tuple((row.storage_offset(), row.device) for row in rows)
             self._forms[n] = alone, places
+        elif isinstance(result, _NUMBERS):
+            self._forms[n] = result, ()
+        if n in self._forms:
             made = range(known, len(self._facts.storages))
             reached = {*(value.storage for value in values), *saved}.difference(made)
             if key is not None and not written and reached <= set(self._read(n)):
@@ -359,11 +363,16 @@ class _Recorder(fx.Interpreter):
         for argument in n.all_input_nodes:
             if argument not in self._forms:
                 return None
-            rows.append(self._forms[argument])
-            for value in self._facts.nodes[argument].values:
+            kind, places = self._forms[argument]
+            rows.append((type(kind), _term(kind)))
+            for value, (offset, device) in zip(
+                self._facts.nodes[argument].values, places, strict=True
+            ):
                 storage = number.setdefault(value.storage, len(number))
                 nbytes = self._facts.storages[value.storage].nbytes
-                rows.append((storage, nbytes, *_seen(value)))
+                sizes = [nbytes, offset, *value.shape, *value.stride]
+                rows.append((storage, device, value.dtype, value.requires_grad, len(value.shape)))
+                rows.append(tuple(map(_term, sizes)))
         local = {argument: i for i, argument in enumerate(n.all_input_nodes)}
         arguments = fx.node.map_arg((n.args, n.kwargs), lambda node: ("%", local[node]))
         return n.target, repr(arguments), tuple(rows)
@@ -385,17 +394,17 @@ class _Recorder(fx.Interpreter):
         """The result of a node that was not run."""
         self._unmade.remove(n)
         facts, rows = self._facts.nodes[n], []
-        for value, (offset, device) in zip(facts.values, self._forms[n][1], strict=True):
-            if value.storage not in self._alive:
-                nbytes = self._facts.storages[value.storage].nbytes
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._alive[value.storage] = memory
-                self._storage_of[key_of(memory.untyped_storage())] = value.storage
-            memory = self._alive[value.storage]
-            with torch.no_grad():
+        with torch.no_grad():
+            for value, (offset, device) in zip(facts.values, self._forms[n][1], strict=True):
+                if value.storage not in self._alive:
+                    nbytes = self._facts.storages[value.storage].nbytes
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    self._alive[value.storage] = memory
+                    self._storage_of[key_of(memory.untyped_storage())] = value.storage
+                memory = self._alive[value.storage]
                 row = torch.empty(0, dtype=value.dtype, device=device)
                 row.set_(memory.untyped_storage(), offset, value.shape, value.stride)
-            rows.append(row.requires_grad_(value.requires_grad))
+                rows.append(row.requires_grad_(value.requires_grad))
         assert facts.structure is not None
         return facts.structure.fill(rows)
 
@@ -448,8 +457,14 @@ class _Recorder(fx.Interpreter):
                         yield self.env[arguments[name]]
 
 
-# Whether a node yields one tensor, and of each tensor its place in its storage and its device.
-_Form = tuple[bool, tuple[tuple[int, torch.device], ...]]
+# A number; or whether it is a tensor alone, and of each tensor its offset and its device.
+_Form = tuple[Any, tuple[tuple[int, torch.device], ...]]
+_NUMBERS: Final = (int, float, *SYMBOLIC)
+
+
+def _term(size: Any) -> Any:
+    """A number that can be compared without a conclusion for symbolic sizes."""
+    return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
 def _seen(value: Value) -> tuple[Any, ...]:
