@@ -43,6 +43,7 @@ from baechi.cluster_simulation.policies import (
 from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
+from baechi.cluster_simulation.policies.muri import Interleaved
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
@@ -92,7 +93,22 @@ def watched(monkeypatch):
     for devices in (DeviceStates, DeviceCounter):
         for change in ("take", "give"):
             monkeypatch.setattr(devices, change, checked(devices, change, seen))
+    emptied = DeviceStates.emptied
+
+    def marked(self):
+        trial = emptied(self)
+        trial.is_trial = True
+        return trial
+
+    monkeypatch.setattr(DeviceStates, "emptied", marked)
     return seen
+
+
+def kept_busy(devices, part):
+    """The share of a GPU that a job alone keeps busy; of one that is interleaved, its GPU stage."""
+    if isinstance(devices.sharing, Interleaved) and part.stages:
+        return WHOLE * part.stages[1] // max(part.iteration, part.stages[1])
+    return part.compute
 
 
 def checked(devices, change, seen):
@@ -100,7 +116,7 @@ def checked(devices, change, seen):
 
     def call(self, *arguments):
         original(self, *arguments)
-        seen[change] += 1
+        seen[change] += not getattr(self, "is_trial", False)  # what a policy tries out
         if isinstance(self, DeviceCounter):
             assert 0 <= self.free <= self.total
             return
@@ -108,7 +124,9 @@ def checked(devices, change, seen):
             device = self.fleet.gpus[gpu]
             assert len(parts) == len(self.owners[gpu]) <= self.sharing.most
             assert len(set(self.owners[gpu])) == len(self.owners[gpu])
-            used = sum(self.sharing.rate(parts, p, device.share) * p.compute for p in parts)
+            used = sum(
+                self.sharing.rate(parts, p, device.share) * kept_busy(self, p) for p in parts
+            )
             assert used // WHOLE <= WORK * device.share // WHOLE
             if device.memory_bytes is not None:
                 held = sum(part.memory_bytes for part in parts)

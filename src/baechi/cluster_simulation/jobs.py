@@ -30,6 +30,7 @@ class Part:
         limit: The share that it may use at most, in thousandths.
         stages: `Job.stages` of whose part it is.
         iteration: `Job.iteration` of whose part it is.
+        opportunistic: Whether the priority of its job is below 0.
     """
 
     memory_bytes: int = 0
@@ -37,6 +38,7 @@ class Part:
     limit: int = WHOLE
     stages: tuple[int, ...] = ()
     iteration: int = 0
+    opportunistic: bool = False
 
 
 class Sharing(ABC):
@@ -139,7 +141,7 @@ class Job:
             one device with room for everything if 0.
         most_gpus: Over how many GPUs its graph may be split; `gpus` if 0.
         owner: The user or tenant whose it is.
-        priority: Higher is more urgent.
+        priority: Higher is more urgent; below 0 it is opportunistic.
         kinds: Its speed on kinds of GPU, in thousandths, times `Gpu.speed`; 1,000 on others.
         curve: Its rate on 1, 2, ... GPUs, in thousandths of that on `gpus`: a policy may give it
             so many. Without one it takes `gpus`.
@@ -191,7 +193,8 @@ class Job:
     @property
     def part(self) -> Part:
         """Its share of each of its GPUs."""
-        return Part(self.memory_bytes, self.compute, self.limit, self.stages, self.iteration)
+        asked = self.memory_bytes, self.compute, self.limit
+        return Part(*asked, self.stages, self.iteration, self.priority < 0)
 
     def speed_on(self, kind: str) -> int:
         """Its speed on a kind of GPU, in thousandths."""
@@ -201,7 +204,8 @@ class Job:
     def shape(self) -> object:
         """All that a scheme looks at: jobs of equal shape fit on the same GPUs."""
         asked = self.gpus, self.memory_bytes, self.compute, self.limit
-        return *asked, self.stages, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
+        parts = self.stages, self.iteration, self.priority < 0
+        return *asked, *parts, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
 
 
 def amdahl(gpus: int, most: int, serial: float) -> tuple[int, ...]:
@@ -305,6 +309,12 @@ class JobRun:
         """Adds work, for a restart."""
         self.overhead += ticks
         self._remaining += ticks * WORK
+
+    def lose(self, now: int, ticks: int) -> None:
+        """Takes back what it did in so many of the last ticks; it ends later."""
+        self.settle(now)
+        self._remaining += self.rate * ticks
+        self.version += 1
 
     def ends_at(self) -> int:
         """The time of its end at its present rate; after `settle`."""

@@ -49,6 +49,7 @@ def simulate_cluster(
     sharing: Sharing | None = None,
     preempt_cost: int = 0,
     restart_cost: int = 0,
+    interruption: Callable[[Sequence[Job]], int] | None = None,
     seed: int = 0,
     memo: dict[object, Grant | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -63,6 +64,8 @@ def simulate_cluster(
         sharing: The model of several jobs on a GPU; whole GPUs if absent.
         preempt_cost: Ticks of work that a job loses when it is preempted.
         restart_cost: Ticks of work that a restart costs.
+        interruption: Ticks that a running job loses between an event and the next, unless it ends
+            there, by the jobs on its GPUs: `muri.interruption` is as Muri's simulator has it.
         seed: For schemes that draw.
         memo: A cache of placements of the jobs' graphs; given again to a simulation of jobs with
             the same graphs, it saves their computation and changes nothing.
@@ -101,7 +104,8 @@ def simulate_cluster(
     policy = copy.deepcopy(policy)
     policy.gpus = gpus
     events = policy.events(admitted, [row.job for row in refused])
-    simulation = _Simulation(policy, empty(), admitted, events, preempt_cost + restart_cost)
+    cost = preempt_cost + restart_cost
+    simulation = _Simulation(policy, empty(), admitted, events, cost, interruption)
     simulation.run(progress)
     outcomes = tuple(run.outcome(resumes=policy.preemptive) for run in simulation.done)
     memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
@@ -147,7 +151,9 @@ class _Simulation:
         jobs: Sequence[Job],
         events: Events,
         restart_cost: int,
+        interruption: Callable[[Sequence[Job]], int] | None,
     ) -> None:
+        self._interruption = interruption
         self.done: list[JobRun] = []
         self.rows: list[tuple[int, ...]] = []
         self.byte_ticks = 0
@@ -158,7 +164,7 @@ class _Simulation:
         self._shared = (
             devices if isinstance(devices, DeviceStates) and devices.sharing.most > 1 else None
         )
-        counts = isinstance(devices, DeviceCounter) and not restart_cost
+        counts = isinstance(devices, DeviceCounter) and not restart_cost and not interruption
         self._selecting = policy if counts and isinstance(policy, SelectingPolicy) else None
         self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
@@ -185,6 +191,8 @@ class _Simulation:
             ended = self._events.take(now)
             self._end(ended, now, before)
             self._waiting += len(arrived)
+            if self._interruption is not None:
+                self._interrupt(self._interruption, now, now - before)
             self._decide(now, arrived, ended)
             if self._waiting and not self._running and place == len(runs) and self._wake is None:
                 raise InputError(
@@ -238,6 +246,18 @@ class _Simulation:
         whole = self._policy.preemptive or isinstance(self._policy, AllocatingPolicy)
         if ended and whole and self._selecting is None:
             self._queue = [run for run in self._queue if not run.done]
+
+    def _interrupt(
+        self, interruption: Callable[[Sequence[Job]], int], now: int, passed: int
+    ) -> None:
+        """Takes back a part of what running jobs did since the last event."""
+        for run in self._running.values():
+            together = [run.job]
+            if isinstance(self._devices, DeviceStates):
+                owners = self._devices.owners[run.grant.gpus[0]]
+                together = [self._runs[owner].job for owner in owners]
+            run.lose(now, min(passed, interruption(together)))
+            self._events.add(run)
 
     def _decide(self, now: int, arrived: list[JobRun], ended: list[JobRun]) -> None:
         policy, devices = self._policy, self._devices

@@ -8,6 +8,7 @@ from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.policies import tiresias
 from baechi.cluster_simulation.policies.allox import AlloX
+from baechi.cluster_simulation.policies.antman import AntMan, Opportunistic
 from baechi.cluster_simulation.policies.backfill import Backfill
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
@@ -18,12 +19,14 @@ from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFa
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
+from baechi.cluster_simulation.policies.muri import Interleaved, Muri
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
+from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import TimeSlicing
 from baechi.cluster_simulation.policies.tiresias import LeastAttained
@@ -61,6 +64,10 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "optimus": Optimus,
     "pollux": Pollux,
     "elastic-srjf": ElasticSrjf,
+    "muri-s": partial(Muri, "muri-s"),
+    "muri-l": partial(Muri, "muri-l"),
+    "sjf-bsbf": SjfBsbf,
+    "antman": AntMan,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -81,6 +88,9 @@ DEFAULTS: Final = {
         ("best-fit", "exclusive"),
     ),
     "gavel-packed": ("best-fit", "mps"),
+    "sjf-bsbf": ("best-fit", "mps"),
+    "antman": ("best-fit", "opportunistic"),
+    **dict.fromkeys(("muri-s", "muri-l"), ("consolidated", "interleaved")),
 }
 # How long a job must have waited, in times that it ran, to go back to the first queue.
 _PROMOTE: Final = {"05": 0.5, **{str(times): times for times in (1, 2, 4, 8, 10, 100, 1000)}}
@@ -103,6 +113,8 @@ _SHARINGS: Final[dict[str, Callable[[int], Sharing]]] = {
     "time-sliced": TimeSliced,
     "mps": SideBySide,
     "packed": partial(SideBySide, packs=True),
+    "interleaved": lambda _: Interleaved(),
+    "opportunistic": lambda _: Opportunistic(),
 }
 SHARINGS: Final = tuple(_SHARINGS)
 
