@@ -54,8 +54,8 @@ def cluster(
     sharing: Annotated[
         str | None,
         typer.Option(
-            help="exclusive, time-sliced, mps, packed, interleaved or opportunistic; if absent, what "
-            "the policy is meant for, which is exclusive for most."
+            help="exclusive, time-sliced, mps, packed, interleaved or opportunistic; if absent, "
+            "what the policy is meant for, which is exclusive for most."
         ),
     ] = None,
     packing: Annotated[int, typer.Option(min=1, help="At most so many jobs on a GPU.")] = 2,

@@ -10,6 +10,7 @@ from baechi.cluster_simulation.policies import tiresias
 from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.antman import AntMan, Opportunistic
 from baechi.cluster_simulation.policies.backfill import Backfill
+from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
 from baechi.cluster_simulation.policies.fair_share import FairShare
@@ -19,6 +20,7 @@ from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFa
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
+from baechi.cluster_simulation.policies.hived import HiveD
 from baechi.cluster_simulation.policies.muri import Interleaved, Muri
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.policy import Policy
@@ -30,6 +32,7 @@ from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import TimeSlicing
 from baechi.cluster_simulation.policies.tiresias import LeastAttained
+from baechi.cluster_simulation.policies.tiresias_skew import TiresiasSkew
 from baechi.validation import check_choice
 
 COMPAT: Final = ("tiresias",)
@@ -68,6 +71,9 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "muri-l": partial(Muri, "muri-l"),
     "sjf-bsbf": SjfBsbf,
     "antman": AntMan,
+    "hived": HiveD,
+    "tiresias-skew": TiresiasSkew,
+    "dally": Dally,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -84,6 +90,7 @@ DEFAULTS: Final = {
         (
             *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
             *("optimus", "pollux", "elastic-srjf"),
+            *("hived", "tiresias-skew", "dally"),
         ),
         ("best-fit", "exclusive"),
     ),

@@ -51,6 +51,7 @@ class Rates:
     def __init__(self, devices: DeviceStates) -> None:
         self._empty = devices.emptied()
         self._known: dict[object, tuple[int, int]] = {}
+        self._fits: dict[object, bool] = {}
         gpus = devices.fleet.gpus
         kinds = dict.fromkeys(gpu.kind for gpu in gpus)
         self.kinds = {
@@ -67,6 +68,13 @@ class Rates:
             rate = 0 if grant is None else self._empty.rate(grant, joins=True)
             self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
         return self._known[asked]
+
+    def fits(self, job: Job, gpus: tuple[int, ...]) -> bool:
+        """True if there is room on some GPUs."""
+        asked = job.shape, gpus
+        if asked not in self._fits:
+            self._fits[asked] = self._empty.place(job, 0, gpus) is not None
+        return self._fits[asked]
 
 
 @final
@@ -167,6 +175,21 @@ class ClusterView:
         """Those of some GPUs that have room for a part of the job; of a graph, for its smallest."""
         part = run.job.part if run.job.graph is None else Part()
         return [gpu for gpu in gpus if self.devices.admits(gpu, part)]
+
+    def has_memory(self, run: JobRun, gpu: int) -> bool:
+        """True if a GPU without jobs has room for a part of it; a graph may have a small one."""
+        free = self.devices.fleet.gpus[gpu].free_bytes
+        return free is None or run.job.graph is not None or run.job.memory_bytes <= free
+
+    def fits(self, run: JobRun, gpus: tuple[int, ...]) -> bool:
+        """True if the job has room on some GPUs without jobs."""
+        return self._rates.fits(run.job, gpus)
+
+    def or_first(self, answer: Sequence[Allocation]) -> Sequence[Allocation]:
+        """The answer; if it is none and nobody runs, the first job on any GPUs."""
+        if answer or not self.runs:
+            return answer
+        return [Allocation(self.runs[0])]
 
     def time_left(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> float:
         """Predicted ticks to its end; infinite where it has no room."""

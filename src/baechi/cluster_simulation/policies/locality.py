@@ -1,10 +1,12 @@
 """Free GPUs that are near to each other, for the policies that wait for such."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
 from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.jobs import JobRun
+from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView
 
 LEVELS: Final = 3  # the fewest nodes of a switch, one switch, anywhere
 
@@ -33,6 +35,48 @@ def closest(fleet: Fleet, free: Sequence[int], count: int, level: int) -> tuple[
         switches = groupby(free, key=lambda gpu: gpus[gpu].switch)
         return _tightest((list(row) for _, row in switches), count)
     return tuple(free[:count]) if len(free) >= count else None
+
+
+def distance(fleet: Fleet, gpus: Sequence[int]) -> int:
+    """The level of some GPUs: 0 on one node, 1 on one switch, 2 beyond."""
+    if len({fleet.gpus[gpu].node for gpu in gpus}) == 1:
+        return 0
+    return 1 if len({fleet.gpus[gpu].switch for gpu in gpus}) == 1 else LEVELS - 1
+
+
+def in_order(
+    view: ClusterView, runs: Iterable[JobRun], level: Callable[[JobRun], int]
+) -> list[Allocation]:
+    """Allocations with preemption: a job has the GPUs that no more urgent one has.
+
+    A running job keeps its own if they are left, however far apart. Others take GPUs that nobody
+    holds if some are near enough, and else those of less urgent jobs.
+
+    Args:
+        view: The cluster.
+        runs: Most urgent first.
+        level: How near a job's GPUs must be, as for `closest`.
+    """
+    left = set(range(view.total))
+    held = {gpu for run in view.runs if run.running for gpu in run.grant.gpus}
+    answer = []
+    for run in runs:
+        needs = len(run.grant.gpus) if run.running else view.needs(run)
+        if needs > len(left):
+            continue
+        gpus: tuple[int, ...] | None = None
+        if run.running and left.issuperset(run.grant.gpus):
+            gpus = run.grant.gpus
+        for pool in (left - held, left):
+            if gpus is None and needs <= len(pool):
+                roomy = [gpu for gpu in sorted(pool) if view.has_memory(run, gpu)]
+                gpus = closest(view.devices.fleet, roomy, needs, level(run))
+        if gpus is not None:
+            left.difference_update(gpus)
+            # What a graph fits on is for the scheme to say, which takes one node where it can.
+            left_to_scheme = run.job.graph is not None and not run.running
+            answer.append(Allocation(run, among=None if left_to_scheme else gpus))
+    return answer
 
 
 def _tightest(groups: Iterable[list[int]], count: int) -> tuple[int, ...] | None:
