@@ -132,13 +132,16 @@ class Muri(AllocatingPolicy):
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The groups that find room, the most urgent first, placed from wide to narrow."""
+        if sum(run.job.gpus for run in view.runs) <= view.total:
+            running = sorted(view.runs, key=lambda run: (not run.running, run.index))
+            return [Allocation(run) for run in running]
         rank = {run.index: self._service(run, view.now) for run in view.runs}
         runs = sorted(view.runs, key=lambda run: (rank[run.index], run.index))
         groups = _grouped(self._candidates(view, runs), view.total)
         apart = [part for group in groups for part in _taken_apart(group)]
         apart.sort(key=lambda group: min(rank[run.index] for run in group))
-        trial = view.devices.emptied()
-        chosen = [group for group in apart if _takes(trial, group[0])]
+        trial = _Trial(view.devices)
+        chosen = [group for group in apart if trial.takes(group[0])]
         chosen.sort(key=lambda group: -group[0].job.gpus)
         # Whose first job runs keeps its GPUs, so those that run go first in a group.
         return [
@@ -158,23 +161,34 @@ class Muri(AllocatingPolicy):
             by_size.setdefault(run.job.gpus, []).append(run)
         taken = dict.fromkeys(by_size, 0)
         used: set[int] = set()
-        trial = view.devices.emptied()
+        trial = _Trial(view.devices)
         for run in runs:
             size = run.job.gpus
-            if run.index not in used and _takes(trial, run):
+            if run.index not in used and trial.takes(run):
                 upto = min(taken[size] + _MOST, len(by_size[size]))
                 used.update(other.index for other in by_size[size][taken[size] : upto])
                 taken[size] = upto
         return [rows[: taken[size]] for size, rows in by_size.items()]
 
 
-def _takes(trial: DeviceStates, run: JobRun) -> bool:
-    """Puts a job on free GPUs of a trial, if it finds room there."""
-    free = [gpu for gpu, owners in enumerate(trial.owners) if not owners]
-    grant = trial.place(run.job, among=free) if free else None
-    if grant is not None:
-        trial.take(run, grant)
-    return grant is not None
+@final
+class _Trial:
+    """The empty cluster, given out job by job."""
+
+    def __init__(self, devices: DeviceStates) -> None:
+        self._devices = devices.emptied()
+        self._free = list(range(len(devices.owners)))
+
+    def takes(self, run: JobRun) -> bool:
+        """Gives a job GPUs, if it finds room."""
+        if run.job.gpus > len(self._free) and run.job.graph is None:
+            return False
+        grant = self._devices.place(run.job, among=self._free) if self._free else None
+        if grant is None:
+            return False
+        self._devices.take(run, grant)
+        self._free = [gpu for gpu in self._free if gpu not in grant.gpus]
+        return True
 
 
 def _grouped(rows: Iterable[list[JobRun]], total: int) -> list[list[JobRun]]:
