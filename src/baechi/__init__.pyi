@@ -27,6 +27,7 @@ from baechi.placers.sct import MSCT as MSCT
 from baechi.placers.solving import solve as solve
 from baechi.placing import place as place
 from baechi.probing.cluster_probe import probe as probe
+from baechi.probing.rank_probe import ranks as ranks
 from baechi.problem.simulation import Timeline as Timeline, simulate as simulate
 from baechi.records.cluster import Cluster as Cluster, Device as Device, Link as Link
 from baechi.records.cluster import Constraints as Constraints

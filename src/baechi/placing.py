@@ -1,5 +1,6 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
 from baechi.probing.cluster_probe import probe
 from baechi.probing.link_probe import graph_launch_ns
+from baechi.processes.world import Ranks
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
@@ -54,6 +56,7 @@ from baechi.runtime.step_measurement import Comparison, compare, remembered
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
+from baechi.storage.serialization import dumps, loads
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
@@ -69,6 +72,12 @@ from baechi.validation import check_choice, check_is, check_positive, check_thre
 MAX_SHAPES: Final = 8
 # What a turn of a micro-batch takes besides its operators and what arrives (docs/pipelining.md).
 _TURN_NS: Final = 20_000
+# What does not go with ranks.
+_WHY_NOT: Final = {
+    "verify": "no rank has the whole model to compare with; verify it in one process",
+    "compile": "a rank that compiles in a step would keep the others waiting",
+    "cuda_graphs": "what comes from other ranks has no fixed place in memory",
+}
 
 
 def place(
@@ -189,9 +198,12 @@ def place(
     cutting = check_microbatches(microbatches, batch, others)
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
-    cluster = with_kinds(probe(devices))
+    world = devices if isinstance(devices, Ranks) else None
+    if world is not None:
+        _refuse_for_ranks(model, others, weights)
+    cluster = with_kinds(probe(devices)) if world is None else world.cluster
     cluster = cluster if target is None else within_memory(cluster, target)
-    places = [torch_device(device.name) for device in cluster.devices]
+    places = [torch_device(d.name) for d in cluster.devices] if world is None else [*world.places]
     compile_options(compile, ())  # report wrong options before tracing
     gpus = [place for place in places if place.type == "cuda"]
     unmeasured = checkpoint is not None or cutting.n > 1
@@ -201,7 +213,8 @@ def place(
     if cuda_graphs is not False:
         measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
         cluster = tape_links(cluster, places, *measured)
-    dynamic = check_dynamic(dynamic) and cutting.n == 1 and dynamic
+    dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
+    progress = progress and (world is None or world.rank == 0)
     say = _say if progress else lambda _: None
     planner = _Planner(
         cluster=cluster,
@@ -215,7 +228,7 @@ def place(
         threads=threads_per_device,
         constraints=constraints,
         effort=effort,
-        guard=guard and placer == "auto" and objective == "step",
+        guard=guard and placer == "auto" and objective == "step" and world is None,
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
@@ -225,6 +238,7 @@ def place(
         microbatches=cutting.n,
         objective=objective,
         model=model,
+        ranks=world,
     )
     if loader is not None and verify and len(set(places)) > 1:
         raise InputError(
@@ -245,6 +259,17 @@ def _check_objective(objective: str, *, training: bool, batches: int) -> None:
         raise InputError(
             f"objective={objective!r} is for requests: give training=False, and no microbatches=."
         )
+
+
+def _refuse_for_ranks(model: nn.Module, others: Mapping[str, Any], weights: Any) -> None:
+    """Raise an error for what does not go with ranks."""
+    for name, value in others.items():
+        if value:
+            raise InputError(
+                f"{name}= does not go with baechi.ranks(): {_WHY_NOT[name]}. Leave it out."
+            )
+    if weights is None:
+        refuse_meta(model)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -280,6 +305,7 @@ class _Planner:
     microbatches: int
     objective: str
     model: nn.Module
+    ranks: Ranks | None
     traces: CallTraces
     say: Callable[[str], None]
     choice: str = ""  # why there are so many micro-batches, if that was chosen
@@ -307,7 +333,7 @@ class _Planner:
     ) -> Executable:
         gradients = torch.is_grad_enabled()
         with self._planning():
-            call, traced = self._traced(model, call, kin, gradients=gradients)
+            call, traced = self._agreed(model, call, kin, gradients=gradients)
             with torch.set_grad_enabled(gradients):
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
@@ -373,7 +399,7 @@ class _Planner:
         self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
     ) -> tuple[Call, Traced]:
         """A call with objects of its own, and its trace."""
-        if self.weights is None:
+        if self.weights is None and self.ranks is None:
             refuse_meta(model)
         call = own_objects(model, beside(model, call))
         devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
@@ -381,6 +407,26 @@ class _Planner:
         apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
         with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
             return call, self.traces.trace(model, call, kin)
+
+    def _agreed(
+        self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
+    ) -> tuple[Call, Traced]:
+        """As `_traced`; of ranks each has the same."""
+        if self.ranks is None:
+            return self._traced(model, call, kin, gradients=gradients)
+        failure = ""
+        try:
+            call, traced = self._traced(model, call, kin, gradients=gradients)
+        except BaechiError as error:
+            failure = str(error)
+            raise
+        finally:  # the others would wait for this rank
+            failures = self.ranks.exchange("a trace", failure)
+        for rank, text in enumerate(failures):
+            if text:
+                raise InputError(f"rank {rank} cannot plan this call: {text}")
+        self.ranks.compare("the traced model", traced.digest, lambda: [*map(str, traced.ops)])
+        return call, traced
 
     def choose(
         self, model: nn.Module, call: Call, cutting: Microbatches
@@ -416,7 +462,7 @@ class _Planner:
         n, loss = self.microbatches, isinstance(model, ModelWithLoss)
         gradients = torch.is_grad_enabled()
         with self._planning():
-            call, traced = self._traced(model, call, (), gradients=gradients)
+            call, traced = self._agreed(model, call, (), gradients=gradients)
             if n > 1:
                 batch_dimensions(traced, call, loss=loss, say=self.say)
             graph, placement, _ = self._solved(traced, {}, n, lambda _: None)
@@ -431,6 +477,15 @@ class _Planner:
     def _executable(
         self, traced: Traced, graph: OpGraph, placement: Placement, **microbatches: Any
     ) -> Executable:
+        if self.ranks is not None:
+            special = Executable(
+                *(traced, graph, placement, self.places, self.threads),
+                *(None, False, graph, self.cluster),
+                ranks=self.ranks,
+                **microbatches,
+            )
+            special.wants_gradients = self.training
+            return special
         special = executable(
             *(traced, placement, None, graph, self.cluster),
             *(self.threads, self.compile, self.cuda_graphs),
@@ -507,7 +562,7 @@ class _Planner:
     @property
     def needs_runtime(self) -> bool:
         """True if an option asks for what only the runtime does."""
-        cut = self.microbatches != 1
+        cut = self.microbatches != 1 or self.ranks is not None
         wishes = (self.compile, self.cuda_graphs, self.checkpoint, self.threads, cut)
         return any(wish not in (False, None) for wish in wishes)
 
@@ -522,6 +577,26 @@ class _Planner:
         batches: int,
         compared: Callable[[OpGraph], Comparison | None],
     ) -> tuple[OpGraph, Placement, Any]:
+        """As `_searched`; of ranks the first one searches, with costs of each kind of device."""
+        profiles = self._profiles(traced)
+        if self.ranks is None:
+            return self._searched(traced, profiles, homes, batches, compared)
+
+        def decided() -> str:
+            graph, placement, again = self._searched(traced, profiles, homes, batches, compared)
+            return json.dumps([dumps(graph), dumps(placement), again])
+
+        graph, placement, again = json.loads(self.ranks.decide("a placement", decided))
+        return loads(graph, OpGraph), loads(placement, Placement), again
+
+    def _searched(
+        self,
+        traced: Traced,
+        profiles: Sequence[Profile],
+        homes: ParameterDevices,
+        batches: int,
+        compared: Callable[[OpGraph], Comparison | None],
+    ) -> tuple[OpGraph, Placement, Any]:
         """The graph, its placement, and what runs forward again in it.
 
         Parameters and buffers are where earlier calls put them. A split that an earlier run found
@@ -529,7 +604,6 @@ class _Planner:
 
         If that does not fit, those without optimizer state may move.
         """
-        profiles = self._profiles(traced)
         profiles = [tape_costs(row) for row in profiles] if self.cuda_graphs else profiles
         limited = memory_target(self.checkpoint) is not None
 
@@ -550,7 +624,8 @@ class _Planner:
         known = compared(graph)
         lost = known is not None and not known.prefers_split
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
-        tiers = [homes] if len(trained) == len(homes) else [homes, trained]
+        stays = len(trained) == len(homes) or self.ranks is not None  # nothing moves between ranks
+        tiers = [homes] if stays else [homes, trained]
         for stay in tiers:
             constraints = pinned(traced, self.cluster, stay, self.constraints)
             try:
@@ -623,6 +698,17 @@ class _Planner:
         if self.costs == "estimate":
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
+        if self.ranks is not None:  # each kind by the first rank that has it
+            first_of = {row.kind: rank for rank, row in reversed([*enumerate(self.cluster.devices)])}
+            threads = self.threads or torch.get_num_threads()
+            measured = partial(
+                profile, traced, self.ranks.device, threads=threads, progress=self.progress
+            )
+            texts = [
+                self.ranks.decide("costs", lambda: dumps(measured()), rank)
+                for rank in sorted(first_of.values())
+            ]
+            return [loads(text, Profile) for text in texts]
         threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
         if threads is None and cpus:  # an operator's threads are its device's share
             threads = max(torch.get_num_threads() // cpus, 1)

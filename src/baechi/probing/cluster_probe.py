@@ -115,7 +115,7 @@ def survey(devices: Devices = None, *, anew: bool = False) -> Survey:
             rows.append(device)
             continue
         what = f"memory of device {device!r}"
-        free = _free_bytes(place, places.count(place))
+        free = free_bytes(place, places.count(place))
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         host = HOST if place.type == "cuda" else ""
         rows.append(Device(device, memory, kind=device_kind(place), host=host))
@@ -213,7 +213,7 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     return wanted
 
 
-def _free_bytes(place: torch.device, sharing: int) -> int:
+def free_bytes(place: torch.device, sharing: int) -> int:
     """Memory that each of so many logical devices on one torch device could get now."""
     if place.type == "cuda":
         major = torch.cuda.get_device_capability(place)[0]

@@ -259,7 +259,7 @@ def train(
         executor.run(steps, 0)
     found = sum_up(steps, bound, totals)
     executor.meet(steps[0])
-    total = torch.zeros((), dtype=loss.dtype, device=place)
+    total = torch.zeros((), dtype=loss.dtype, device=steps[0].results[0].device)
     for number, (step, weight) in enumerate(zip(steps, weights, strict=True)):
         part = weight * step.results[0].detach()
         total = total + part if number else part

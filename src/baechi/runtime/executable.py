@@ -13,6 +13,7 @@ from torch import fx
 from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
+from baechi.processes.world import Ranks
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
@@ -27,6 +28,7 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
+from baechi.runtime.executors.rank_slice import RankExecutor
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
@@ -58,7 +60,8 @@ class Executable:
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
     `batches` is how many micro-batches of the traced shape it runs; `own_loss` whether the model
     returns a loss for each, so that a step is one phase; `dimensions` those along which
-    outputs of micro-batches are put together.
+    outputs of micro-batches are put together. Of `ranks` each has one logical device, and this
+    runs that of this process.
 
     Attributes:
         program: The program to run; proved.
@@ -90,6 +93,7 @@ class Executable:
         batches: int = 1,
         own_loss: bool = False,
         dimensions: BatchDimensions | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
         self.traced = traced
@@ -112,11 +116,15 @@ class Executable:
         self._structure = structure
         self._instant = _instant(module, structure)
         self.batches, self.dimensions, self.own_loss = batches, dimensions, own_loss
-        self._streams = any(place.type == "cuda" for place in places)
+        self.ranks = ranks
+        self._streams = ranks is None and any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
         self.state_devices = devices_of_state(module, placement.devices)
+        if ranks is not None:  # what the model does not name is everywhere
+            own = {*module.model.parameters(), *module.model.buffers()}
+            self.state_devices = {t: home for t, home in self.state_devices.items() if t in own}
         self.settle()
         bound = bind(module, structure, self.program, places, options)
         self._threads = threads
@@ -136,7 +144,7 @@ class Executable:
         self._state_guard = StateGuard(module.model, module.graph_module)
         frozen = ((p, ("requires_grad",)) for p in bound.parameters if not p.requires_grad)
         self._frozen = HeldObjects((), frozen)
-        self._trainable = [p for p in bound.parameters if p.requires_grad]
+        self._trainable = [p for p in bound.parameters if p.requires_grad and not p.is_meta]
         self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes
@@ -174,7 +182,12 @@ class Executable:
         return self.rhythm.turns
 
     def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
-        """Workers on CPUs, streams where a device is a GPU."""
+        """Workers on CPUs, streams where a device is a GPU; of ranks one thread."""
+        if self.ranks is not None:
+            random, sizes = len(self._structure.groups), [0]
+            if self.graph is not None:
+                sizes += [tensor.nbytes for tensor in self.graph.tensors]
+            return RankExecutor(self.program, bound, self.ranks, random, max(sizes))
         if self._streams:
             return CudaExecutor(self.program, bound, self.places, graphs)
         return CpuExecutor(self.program, bound, len(self.places), self._threads)

@@ -19,6 +19,7 @@ from baechi.runtime.autograd.binding import Bound, BoundResult
 from baechi.runtime.autograd.step import OutputFunction, Step, Totals
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
+from baechi.runtime.executors.rank_slice import RankExecutor
 from baechi.torch_support.torch_internals import (
     GRADIENT_HOOKS,
     gradient_hooks,
@@ -29,7 +30,7 @@ from baechi.torch_support.torch_internals import (
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import HeldObjects
 
-Executor: TypeAlias = CpuExecutor | CudaExecutor
+Executor: TypeAlias = CpuExecutor | CudaExecutor | RankExecutor
 # Nodes of parameters that wait for a step: as many as calls that one loss may be of.
 _MOST_FREE: Final = 4
 

@@ -27,7 +27,7 @@ from torch import fx, nn
 from baechi.errors import ExecutionError, FormatError, InputError
 from baechi.records.cluster import Cluster, Constraints
 from baechi.storage.weight_files import DTYPES, StoredTensor, stored_weights, write_weights
-from baechi.torch_support.storages import key_of
+from baechi.torch_support.storages import bytes_of, key_of
 from baechi.torch_support.torch_internals import become, buffers_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
@@ -159,6 +159,8 @@ class Weights:
         with torch.no_grad():
             for _, name, tensor in sorted(targets, key=itemgetter(0, 1)):
                 place = place_of(tensor) if tensor.is_meta else tensor.device
+                if place.type == "meta":  # another rank's
+                    continue
                 new = torch.empty_like(tensor, device=place, requires_grad=False)
                 self._fill(new, name, buffers)
                 _, known, first = made.setdefault(id(tensor), (tensor, new, name))
@@ -256,7 +258,7 @@ class _Buffers:
 
 def _read(file: Any, values: torch.Tensor) -> None:
     """Fill a flat tensor on the CPU with the next bytes of a file."""
-    left = _bytes_of(values)
+    left = bytes_of(values)
     while left:
         n = file.readinto(left)
         if not n:
@@ -266,11 +268,6 @@ def _read(file: Any, values: torch.Tensor) -> None:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a flat tensor on the CPU."""
-    return flat.view(torch.uint8).numpy().data
 
 
 def save_weights(model: nn.Module, folder: str | PathLike[str], max_shard: int | str) -> None:
@@ -292,11 +289,11 @@ def save_weights(model: nn.Module, folder: str | PathLike[str], max_shard: int |
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = _raw(tensor.resolve_conj().resolve_neg())
     if flat.device.type == "cpu":
-        yield _bytes_of(flat)
+        yield bytes_of(flat)
         return
     buffer = torch.empty(min(_BUFFER_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
     for part in torch.split(flat, _BUFFER_BYTES):
-        yield _bytes_of(buffer[: len(part)].copy_(part))
+        yield bytes_of(buffer[: len(part)].copy_(part))
 
 
 def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
@@ -355,9 +352,12 @@ def pinned(
 def move(tensor: torch.Tensor, place: torch.device) -> None:
     """Move a parameter or buffer and its gradient; it stays the same object for optimizers.
 
-    One on meta stays there: it has nothing to move.
+    One on meta stays there: it has nothing to move. One that is another rank's goes there.
     """
-    if tensor.device != place and not tensor.is_meta:
+    if place.type == "meta" and not tensor.is_meta:
+        become(tensor, torch.empty_like(tensor, device=place, requires_grad=tensor.requires_grad))
+        tensor.grad = None
+    elif tensor.device != place and not tensor.is_meta:
         tensor.data = tensor.data.to(place)
         if tensor.grad is not None:
             tensor.grad.data = tensor.grad.data.to(place)

@@ -22,10 +22,10 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     stride = tensor.stride()
     shape = [1 if step == 0 else n for n, step in zip(tensor.shape, stride, strict=True)]
-    extent = _extent(tensor)
+    span = extent(tensor)
     count = torch.Size(shape).numel()
-    if extent < count:
-        return tensor.as_strided((extent,), (1,))
+    if span < count:
+        return tensor.as_strided((span,), (1,))
     return tensor if count == tensor.numel() else tensor.as_strided(shape, stride)
 
 
@@ -65,7 +65,7 @@ def spanned(views: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(views) == 1:
         return views[0]
     first = min(view.storage_offset() for view in views)
-    end = max(view.storage_offset() + _extent(view) for view in views)
+    end = max(view.storage_offset() + extent(view) for view in views)
     return views[0].as_strided((end - first,), (1,), first)
 
 
@@ -81,6 +81,11 @@ def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Te
         moved.as_strided(view.shape, view.stride(), view.storage_offset() + shift).detach()
         for view in views
     )
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat tensor on the CPU."""
+    return flat.view(torch.uint8).numpy().data
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
@@ -110,7 +115,7 @@ def distinct_storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {key_of(part): part for tensor in tensors for part in storages(tensor)}
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """The number of elements of memory from a tensor's first to its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in pairs)

@@ -206,6 +206,12 @@ def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[st
     return module._modules, module._parameters, module._buffers
 
 
+def default_store() -> torch.distributed.Store:
+    """The store through which the processes of `torch.distributed` found each other."""
+    found: torch.distributed.Store = torch.distributed.distributed_c10d._get_default_store()
+    return found
+
+
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give a tensor the memory, device and dtype of another, which gets those of the first.
 

@@ -20,8 +20,10 @@ from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.step import Recomputation, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
+from baechi.tracing.alias_analysis import Value
 from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.pytrees import Structure
 from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many
@@ -31,11 +33,32 @@ _LARGE_BYTES: Final = 1 << 18
 
 @final
 @dataclass(frozen=True)
+class Passed:
+    """A value that goes to another process as its tensors."""
+
+    number: int  # of the value
+    structure: Structure | None  # around its tensors; None for a tensor
+    tensors: tuple[Value, ...]
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """The value with these tensors."""
+        return tensors[0] if self.structure is None else self.structure.fill(tensors)
+
+
+@final
+@dataclass(frozen=True)
 class Moves:
     """The values and gradients that a copy brings over: (from, to) of each."""
 
     slots: tuple[tuple[int, int], ...]
     grads: tuple[tuple[int, int], ...]
+    values: tuple[Passed, ...]  # in the slots
+    gradients: tuple[Value | None, ...]  # what each gradient is of, where that is a tensor
+
+    @property
+    def tensors(self) -> list[Value | None]:
+        """The tensors of all, in order."""
+        return [*(tensor for value in self.values for tensor in value.tensors), *self.gradients]
 
     def hand_over(self, step: Step) -> None:
         """Bring them to a device of the same memory."""
@@ -71,6 +94,7 @@ class BoundResult:
     grads: tuple[int, ...]  # for each of its tensors the slot of the caller's gradient
     sharing: tuple[bool, ...]  # for each of its tensors whether others share its memory
     read: bool  # whether the model reads it, too
+    passed: Passed  # itself, to be given to other processes
 
 
 @final
@@ -139,6 +163,7 @@ class _Binder:
                 gradients.from_caller(node),
                 sharing[node],
                 bool(layout.users(node)),
+                self._passed(node),
             )
             for node in self._results
         }
@@ -345,13 +370,19 @@ class _Binder:
                     dst = held.get(Place(row.tensor, row.dst), {})
                     moves = tuple((src[node], slot) for node, slot in dst.items())
                     grads = tuple(carried.get(row.tensor, ()))
-                    copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads)
+                    values = tuple(map(self._passed, dst))
+                    of = tuple(self._gradients.of_slot.get(slot) for slot, _ in grads)
+                    copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads, values, of)
                 elif isinstance(row, Free):
                     place = Place(row.tensor, row.device)
                     side = 0 if self._is_made(place) else 1
                     cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
                     frees[number][place] = Clears(tuple(held.get(place, {}).values()), cleared)
         return copies, frees
+
+    def _passed(self, node: fx.Node) -> Passed:
+        facts = self._module.facts.nodes[node]
+        return Passed(self._layout.value(node), facts.structure, facts.values)
 
     def _last(
         self, tapes: Sequence[TapeCode], frees: Mapping[Place, Clears]

@@ -21,7 +21,7 @@ from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.tape import Entry
-from baechi.tracing.alias_analysis import NodeFacts
+from baechi.tracing.alias_analysis import NodeFacts, Value
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
@@ -102,6 +102,7 @@ class Gradients:
     Attributes:
         n: The number of slots.
         carried: Tensor of the program -> (slot where it is made, slot where it is used).
+        of_slot: The tensor whose gradient a slot is for.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -109,6 +110,7 @@ class Gradients:
         self._facts = layout.module.facts.nodes
         self.n = 0
         self.carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.of_slot: dict[int, Value] = {}
         self._of: dict[tuple[fx.Node, int], list[_Gradient]] = defaultdict(list)
         # Of every parameter (position, tape, slot) of its gradients.
         self._shares: dict[torch.nn.Parameter, list[tuple[int, int, int]]] = defaultdict(list)
@@ -197,6 +199,7 @@ class Gradients:
         carriers = self._layout.between.get((loss, twin), [])
         slots = tuple(self._new() for _ in self._facts[node].values)
         for leaf, slot in enumerate(slots):
+            self.of_slot[slot] = self._facts[node].values[leaf]
             self._of[node, leaf].append(_Gradient(_CALLER, sys.maxsize, slot))
             if carriers:
                 self.carried[carriers[0]].append((slot, slot))
@@ -228,6 +231,7 @@ class Gradients:
     ) -> int:
         """A slot for the gradient of a tape's reader, and its path."""
         slot = home = self._new()
+        self.of_slot[slot] = self._facts[node].values[leaf]
         layout, twins = self._layout, self._layout.program.twins
         if node.op == "placeholder":
             self._of[node, leaf].append(_Gradient(position, tape, home))

@@ -145,7 +145,7 @@ class Recomputation:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        random = _random_state(place) if self.random else None
+        random = random_state(place) if self.random else None
         return RecomputeInputs(rows, versions, tuple(buffers), random, Autocast.current())
 
 
@@ -193,8 +193,8 @@ class RecomputeInputs:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.autocast.applied())
             if self.random is not None:
-                stack.callback(_set_random_state, place, _random_state(place))
-                _set_random_state(place, self.random)
+                stack.callback(set_random_state, place, random_state(place))
+                set_random_state(place, self.random)
             for owner, name, value in self.buffers:
                 buffers = buffers_of(owner)
                 stack.callback(buffers.__setitem__, name, buffers[name])
@@ -202,11 +202,11 @@ class RecomputeInputs:
             yield
 
 
-def _random_state(place: torch.device) -> torch.Tensor:
+def random_state(place: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
 
 
-def _set_random_state(place: torch.device, state: torch.Tensor) -> None:
+def set_random_state(place: torch.device, state: torch.Tensor) -> None:
     if place.type == "cuda":
         torch.cuda.set_rng_state(state, place)
     else:

@@ -1,0 +1,108 @@
+"""`ranks`: the processes that `torchrun` started as devices of one cluster, with measured links."""
+
+import atexit
+import json
+import os
+import time
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import distributed
+
+from baechi.errors import InputError
+from baechi.probing.cluster_probe import free_bytes
+from baechi.probing.link_probe import fit_link
+from baechi.processes.messages import Message, receive, send
+from baechi.processes.world import TRANSPORTS, Ranks
+from baechi.records.cluster import Cluster, Device, Link
+from baechi.torch_support.torch_devices import device_kind, usable_gpus
+from baechi.units import parse_bytes
+from baechi.validation import check_choice, check_positive
+
+_SIZES: Final = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+_ROUND_TRIPS: Final = 12
+
+
+def ranks(
+    *,
+    memory: int | str | None = None,
+    timeout_s: int = 60,
+    transport: str = "auto",
+) -> Ranks:
+    """The ranks of this job as devices for `place`: one logical device in each process.
+
+    Every process of the job calls this, and then `place` and the placed model in the same order with
+    arguments of the same shapes; each runs its part. Start them with `torchrun --nproc-per-node 2
+    train.py`, or as a job of Slurm, Kubernetes or Ray that sets its variables.
+
+    Args:
+        memory: What each device may hold, such as `"8GiB"`; by default what is free there.
+        timeout_s: How long a rank may take beyond the longest predicted step, before the others
+            give up with an error.
+        transport: `"auto"` is shared memory between ranks of a host and gloo between hosts;
+            `"gloo"` is gloo alone.
+
+    Raises:
+        InputError: No launcher has started this process, or an argument is wrong.
+    """
+    check_choice(transport, TRANSPORTS, "transport")
+    check_positive(timeout_s, "timeout_s")
+    capacity = None if memory is None else parse_bytes(memory, what="memory")
+    gpus, _ = usable_gpus()
+    if not distributed.is_initialized():
+        if not distributed.is_torchelastic_launched() and "RANK" not in os.environ:
+            raise InputError(
+                "baechi.ranks() is for processes that a launcher started, and this one has no RANK "
+                "in its environment: torchrun --nproc-per-node 2 train.py."
+            )
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        atexit.register(_leave)
+    local = int(os.environ.get("LOCAL_RANK", distributed.get_rank()))
+    place = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    found = Ranks(place, timeout_s, transport)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = free_bytes(place, -(-beside // max(gpus, 1))) if capacity is None else capacity
+    rows = [json.loads(row) for row in found.exchange("devices", json.dumps([device_kind(place), free]))]
+    devices = tuple(
+        Device(f"rank{rank}", nbytes, kind=kind) for rank, (kind, nbytes) in enumerate(rows)
+    )
+    found.cluster = Cluster(devices, _links(found))
+    return found
+
+
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _links(ranks: Ranks) -> tuple[tuple[Link | None, ...], ...]:
+    """The links, each way as the pair's ping-pong says; one pair after the other."""
+    rows: list[list[Link | None]] = [[None] * ranks.size for _ in range(ranks.size)]
+    for one in range(ranks.size):
+        for two in range(one + 1, ranks.size):
+            times = _ping_pong(ranks, one, two) if ranks.rank in (one, two) else []
+            told = json.loads(ranks.exchange("the times of a link", json.dumps(times))[one])
+            rows[one][two] = rows[two][one] = fit_link(_SIZES, told).link
+    return tuple(map(tuple, rows))
+
+
+def _ping_pong(ranks: Ranks, one: int, two: int) -> list[int]:
+    """The median time one way for each size."""
+    first, peer = ranks.rank == one, two if ranks.rank == one else one
+    times = []
+    for nbytes in _SIZES:
+        tensor: Any = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+        readings = []
+        for number in range(_ROUND_TRIPS):
+            start = time.perf_counter_ns()
+            if first:
+                send(ranks.senders[peer], Message((number,), [tensor]))
+            receive(ranks.receivers[peer], (number,), ranks.device)
+            if not first:
+                send(ranks.senders[peer], Message((number,), [tensor]))
+            readings.append((time.perf_counter_ns() - start) // 2)
+        times.append(max(int(median(readings[2:])), 1))
+    return times

@@ -1,0 +1,318 @@
+"""Edges: one-way streams of bytes from one rank to another, through slots that are there already.
+
+    sender     slot ◄─copy─ parts of a message        waits where no slot is free
+                 └──ready──►┐
+    receiver                copy─► tensors            waits where none is ready
+                 ┌◄──free───┘
+
+Between ranks of a host slots are shared memory, and a byte in a pipe says that one is ready or
+free: the kernel wakes who waits, and a pipe ends when the process at its other end does. Files and
+pipes have no name any more once both ends have them open, so nothing is left however a rank ends.
+Across hosts each end has slots of its own, and gloo brings what is in them.
+"""
+
+import mmap
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol, final
+
+import torch
+from torch import distributed
+
+from baechi.torch_support.storages import bytes_of
+
+SLOT_BYTES: Final = 1 << 18
+_LEAST_SLOTS: Final = 8
+_LOOK_S: Final = 0.25  # how often who waits looks whether another rank has failed
+
+
+class Watch(Protocol):
+    """What looks after the other ranks while one waits."""
+
+    def look(self, peer: int, since: float) -> None:
+        """Raise an error if some rank has failed, or waiting since then takes too long."""
+
+    def lost(self, peer: int) -> NoReturn:
+        """Raise the error of a rank that is gone."""
+
+
+class Sender(Protocol):
+    """The end of an edge that sends."""
+
+    def room(self) -> int:
+        """Bytes that can be sent without waiting."""
+
+    def send(self, parts: Iterable[memoryview]) -> None:
+        """Send a message."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Receiver(Protocol):
+    """The end of an edge that receives."""
+
+    def receive(self, into: memoryview) -> None:
+        """The next bytes of a message, or the first of the next one."""
+
+    def end(self) -> None:
+        """Be done with a message."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+def slots_for(nbytes: int) -> int:
+    """So many slots that three messages of this size are under way at once."""
+    return max(_LEAST_SLOTS, -(-3 * nbytes // SLOT_BYTES))
+
+
+class _Slots(Protocol):
+    """The slots of one end, in turn."""
+
+    def count(self) -> int:
+        """How many can be had at once."""
+
+    def take(self) -> memoryview:
+        """The next one; waits for it."""
+
+    def give(self, nbytes: int) -> None:
+        """Hand the slot that was taken to the other end."""
+
+    def close(self) -> None:
+        """Let go of them."""
+
+
+@final
+class SlotSender:
+    """Messages cut into slots."""
+
+    def __init__(self, slots: _Slots) -> None:
+        self._slots = slots
+
+    def room(self) -> int:
+        """Bytes that can be sent without waiting."""
+        return self._slots.count() * SLOT_BYTES
+
+    def send(self, parts: Iterable[memoryview]) -> None:
+        """Send a message."""
+        slot, used = None, 0
+        for part in parts:
+            done = 0
+            while done < len(part):
+                if slot is None:
+                    slot, used = self._slots.take(), 0
+                n = min(len(part) - done, SLOT_BYTES - used)
+                slot[used : used + n] = part[done : done + n]
+                done, used = done + n, used + n
+                if used == SLOT_BYTES:
+                    self._slots.give(used)
+                    slot = None
+        if slot is not None:
+            self._slots.give(used)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._slots.close()
+
+
+@final
+class SlotReceiver:
+    """Messages put together from slots."""
+
+    def __init__(self, slots: _Slots) -> None:
+        self._slots = slots
+        self._slot: memoryview | None = None
+        self._used = 0
+
+    def receive(self, into: memoryview) -> None:
+        """The next bytes of a message, or the first of the next one."""
+        done = 0
+        while done < len(into):
+            if self._slot is None:
+                self._slot, self._used = self._slots.take(), 0
+            n = min(len(into) - done, SLOT_BYTES - self._used)
+            into[done : done + n] = self._slot[self._used : self._used + n]
+            done, self._used = done + n, self._used + n
+            if self._used == SLOT_BYTES:
+                self.end()
+
+    def end(self) -> None:
+        """Be done with a message."""
+        if self._slot is not None:
+            self._slot = None
+            self._slots.give(0)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._slots.close()
+
+
+@final
+class SharedSlots:
+    """One end's view of slots in shared memory.
+
+    Args:
+        memory: All slots.
+        credit: How many can be had at the beginning: all by the sender, none by the receiver.
+        taken: The end of a pipe whose bytes are further ones.
+        given: The end of another, for those handed to the other end.
+        peer: The rank there.
+        watch: Looks after it.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, credit: int, taken: int, given: int, peer: int, watch: Watch
+    ) -> None:
+        self._memory, self._view = memory, memoryview(memory)
+        self._n = len(memory) // SLOT_BYTES
+        self._credit, self._next = credit, 0
+        self._taken, self._given, self._peer, self._watch = taken, given, peer, watch
+        self._poll = select.poll()
+        self._poll.register(taken, select.POLLIN)
+        self._closed = False
+
+    def count(self) -> int:
+        """How many can be had at once."""
+        self._read()
+        return self._credit
+
+    def _read(self) -> None:
+        try:
+            found = os.read(self._taken, 4096)
+        except BlockingIOError:
+            return
+        except OSError:  # it was closed, since a rank has failed
+            self._watch.lost(self._peer)
+        if not found:
+            self._watch.lost(self._peer)
+        self._credit += len(found)
+
+    def take(self) -> memoryview:
+        """The next one; waits for it."""
+        if not self._credit:
+            self._read()
+        if not self._credit:
+            since = time.monotonic()
+            while not self._credit:
+                if not self._poll.poll(_LOOK_S * 1e3):
+                    self._watch.look(self._peer, since)
+                self._read()
+        self._credit -= 1
+        at = self._next * SLOT_BYTES
+        self._next = (self._next + 1) % self._n
+        return self._view[at : at + SLOT_BYTES]
+
+    def give(self, nbytes: int) -> None:  # noqa: ARG002 (the other end knows)
+        """Hand the slot that was taken to the other end."""
+        try:
+            os.write(self._given, b"\0")
+        except OSError:
+            self._watch.lost(self._peer)
+
+    def close(self) -> None:
+        """Let go of them; the other end sees that."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._taken)
+            os.close(self._given)
+
+
+@final
+class SharedMemory:
+    """A folder in the host's memory through which a rank receives, while edges are made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def made(self, peer: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Slots for what comes from a rank, and the pipe that says that they are ready."""
+        path = self.folder / f"{peer}"
+        with path.open("wb+") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full memory ends the process
+            memory = mmap.mmap(file.fileno(), nbytes)
+        os.mkfifo(f"{path}.ready", 0o600)
+        os.mkfifo(f"{path}.free", 0o600)
+        return memory, os.open(f"{path}.ready", os.O_RDONLY | os.O_NONBLOCK)
+
+    def opened(self, rank: int, nbytes: int) -> tuple[mmap.mmap, int, int]:
+        """The slots of the other end for this rank, and its pipes: free and ready."""
+        path = self.folder / f"{rank}"
+        with path.open("rb+") as file:
+            memory = mmap.mmap(file.fileno(), nbytes)
+        free = os.open(f"{path}.free", os.O_RDONLY | os.O_NONBLOCK)
+        return memory, free, os.open(f"{path}.ready", os.O_WRONLY)
+
+    def freeing(self, peer: int) -> int:
+        """The pipe that says to a rank that slots are free; it has the other end open."""
+        return os.open(self.folder / f"{peer}.free", os.O_WRONLY)
+
+
+@final
+class GlooSlots:
+    """One end's slots, whose contents gloo brings; a thread waits for it.
+
+    gloo's own waiting cannot be interrupted without breaking all connections.
+    """
+
+    def __init__(self, n: int, peer: int, group: Any, watch: Watch, *, sends: bool) -> None:
+        self._slots = [torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in range(n)]
+        self._views = [bytes_of(slot) for slot in self._slots]
+        self._peer, self._group, self._watch = peer, group, watch
+        self._next, self._n = 0, n
+        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        for slot in range(n):
+            if sends:
+                self._ready.put(None)
+            else:
+                self._work.put((slot, SLOT_BYTES))
+        move = self._sent if sends else self._received
+        threading.Thread(target=self._serve, args=(move,), daemon=True).start()
+
+    def _sent(self, part: torch.Tensor) -> None:
+        distributed.send(part, group=self._group, group_dst=self._peer)
+
+    def _received(self, part: torch.Tensor) -> None:
+        distributed.recv(part, group=self._group, group_src=self._peer)
+
+    def _serve(self, move: Callable[[torch.Tensor], None]) -> None:
+        try:
+            while (row := self._work.get()) is not None:
+                slot, nbytes = row
+                move(self._slots[slot][:nbytes])  # a shorter message may come than was asked for
+                self._ready.put(None)
+        except BaseException as error:  # the connection is closed
+            self._ready.put(error)
+
+    def count(self) -> int:
+        """How many can be had at once."""
+        return self._ready.qsize()
+
+    def take(self) -> memoryview:
+        """The next one; waits for it."""
+        since = time.monotonic()
+        while True:
+            try:
+                error = self._ready.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._watch.look(self._peer, since)
+                continue
+            if error is not None:
+                self._ready.put(error)
+                self._watch.lost(self._peer)
+            return self._views[self._next]
+
+    def give(self, nbytes: int) -> None:
+        """Hand the slot that was taken to the other end, or let it be filled again."""
+        self._work.put((self._next, nbytes or SLOT_BYTES))
+        self._next = (self._next + 1) % self._n
+
+    def close(self) -> None:
+        """Let the thread end, once gloo lets go of it."""
+        self._work.put(None)

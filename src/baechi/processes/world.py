@@ -1,0 +1,313 @@
+"""The ranks that run one placed model: what they tell each other, and what ends them all.
+
+`torch.distributed` starts and connects them. Its store carries what is decided once, as text, and
+the first error of any rank; edges carry tensors, in an order that the program gives:
+
+    store    exchange: a text of each for all      decide: the first rank's for all      failure
+    edges    from every rank to every other one, through shared memory or gloo
+
+Who waits looks at the store for a failure, and at the pipe of whom it waits for.
+"""
+
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NoReturn, final
+
+import torch
+from torch import distributed
+
+from baechi import errors
+from baechi.errors import BaechiError, ExecutionError, InfeasibleError, InputError
+from baechi.processes.edges import (
+    SLOT_BYTES,
+    GlooSlots,
+    Receiver,
+    Sender,
+    SharedMemory,
+    SharedSlots,
+    SlotReceiver,
+    SlotSender,
+    slots_for,
+)
+from baechi.processes.messages import Flag, Message, receive, send
+from baechi.records.cluster import Cluster
+from baechi.torch_support.torch_internals import default_store
+
+TRANSPORTS: Final = ("auto", "gloo")
+# Who is told of a failure waits so long for its reason.
+_REASON_S: Final = 3.0
+# For what is decided once: another rank may trace, measure and solve meanwhile.
+_DECISION_S: Final = 3_600.0
+_LATER: Final = "Restart all ranks, from a checkpoint: torchrun does with --max-restarts."
+_FOREVER: Final = timedelta(days=365)  # edges have a limit of their own
+_SHARED: Final = Path("/dev/shm")
+_FAILURE: Final = "failure"
+
+
+@final
+class Ranks:
+    """The ranks of a job, each with one logical device; `baechi.ranks()` makes them.
+
+    Attributes:
+        rank: Of this process, from 0.
+        size: Their number.
+        device: The torch device of this one.
+        places: The torch device of every logical device: meta but for this one's.
+        timeout_s: How long a rank may take beyond the longest predicted step.
+        step_ns: The longest predicted step so far.
+    """
+
+    cluster: Cluster
+
+    def __init__(self, device: torch.device, timeout_s: int, transport: str) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.device, self.timeout_s, self.step_ns = device, timeout_s, 0
+        meta = torch.device("meta")
+        self.places = tuple(device if rank == self.rank else meta for rank in range(self.size))
+        self._store = default_store()
+        self._round = self._messages = 0
+        # Those of several worlds of a job have names of their own.
+        self._name = f"baechi/{self._store.add(f'baechi/{self.rank}', 1)}"
+        self._group = distributed.new_group(backend="gloo", timeout=_FOREVER)
+        self._transport = transport
+        self._nbytes = 0
+        self.senders: dict[int, Sender] = {}
+        self.receivers: dict[int, Receiver] = {}
+        self._failed = ""
+        self.reserve(0)
+
+    def __repr__(self) -> str:
+        return f"Ranks({self.size} ranks, this is {self.rank}, on {self.device})"
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, ascending."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # What is decided once.
+
+    def exchange(self, what: str, text: str = "") -> list[str]:
+        """The text of every rank; all have to call this for the same purpose."""
+        self._round += 1
+        keys = [f"{self._name}/{self._round}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps([what, text]))
+        self._await(keys)
+        rows = [json.loads(self._store.get(key)) for key in keys]
+        for rank, (other, _) in enumerate(rows):
+            if other != what:
+                self.fail(
+                    ExecutionError(
+                        f"rank {rank} is at {other!r} where rank {self.rank} is at {what!r}: every "
+                        "rank has to make the same calls of Baechi in the same order."
+                    )
+                )
+        return [text for _, text in rows]
+
+    def decide(self, what: str, decision: Callable[[], str], rank: int = 0) -> str:
+        """What one rank decides, or its error, for all."""
+        found = failure = ""
+        if rank == self.rank:
+            try:
+                found = decision()
+            except BaechiError as error:
+                failure = json.dumps([type(error).__name__, error.args])
+        rows = self.exchange(what, json.dumps([found, failure]) if rank == self.rank else "")
+        found, failure = json.loads(rows[rank])
+        if failure:
+            raise _error(*json.loads(failure))
+        return found
+
+    def compare(self, what: str, digest: str, rows: Callable[[], Sequence[str]]) -> None:
+        """Raise an error unless all ranks have the same, with the first row that differs."""
+        digests = self.exchange(f"the digest of {what}", digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), 0)
+        if other == 0:
+            return
+        texts = self.exchange(f"the rows of {what}", json.dumps(list(rows())))
+        first, second = json.loads(texts[0]), json.loads(texts[other])
+        pairs = zip([*first, "nothing"], [*second, "nothing"], strict=False)
+        at, (one, two) = next(
+            ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (0, ("?", "?"))
+        )
+        raise InputError(
+            f"{what} differs between ranks 0 and {other}, first in row {at}: {one} and {two}. "
+            "Every rank has to make the same model, in the same mode, and call it with arguments "
+            "of the same shapes."
+        )
+
+    def _await(self, keys: Sequence[str]) -> None:
+        since, pause = time.monotonic(), 0.0005
+        while not self._asked(keys):
+            for rank in self.others:
+                if rank in self.senders:
+                    self.senders[rank].room()  # a pipe tells that its reader is gone
+            if time.monotonic() - since > _DECISION_S:
+                self.fail(ExecutionError(f"rank {self.rank} waited an hour for the other ranks."))
+            self._look_for_failure()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def _asked(self, keys: Sequence[str]) -> bool:
+        try:
+            return self._store.check(list(keys))
+        except Exception as error:
+            raise ExecutionError(
+                f"the store of torch.distributed is gone ({error}): the launcher, or the rank that "
+                f"serves it, has ended. {_LATER}"
+            ) from error
+
+    # Failures.
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell all ranks of an error, and raise it."""
+        self.tell(error)
+        raise error
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all ranks of an error, if it is the first one."""
+        if self._failed:
+            return
+        self._failed = f"rank {self.rank} failed: {error}"
+        with suppress(Exception):  # the store may be gone, too
+            self._store.compare_set(f"{self._name}/{_FAILURE}", "", self._failed)
+        self.close()
+
+    def check(self) -> None:
+        """Raise the error of a rank that has failed."""
+        if self._failed:
+            raise ExecutionError(f"{self._failed}\nNo rank goes on. {_LATER}")
+
+    def _look_for_failure(self) -> None:
+        key = f"{self._name}/{_FAILURE}"
+        if self._asked([key]):
+            self._failed = self._store.get(key).decode()
+            self.close()
+            self.check()
+
+    def look(self, peer: int, since: float) -> None:
+        """Raise an error if some rank has failed, or waiting since then takes too long."""
+        self._look_for_failure()
+        limit = self.timeout_s + self.step_ns / 1e9
+        if time.monotonic() - since > limit:
+            self.fail(
+                ExecutionError(
+                    f"rank {self.rank} has waited {limit:.0f} s for rank {peer}, which is stopped, "
+                    "cut off, or slower than predicted by more than ranks(timeout_s=...) allows."
+                )
+            )
+
+    def lost(self, peer: int) -> NoReturn:
+        """Raise the error of a rank that is gone."""
+        self.check()
+        since = time.monotonic()
+        while time.monotonic() - since < _REASON_S:  # another may know why
+            self._look_for_failure()
+            time.sleep(0.02)
+        self.fail(
+            ExecutionError(
+                f"rank {peer} is gone: its process has ended or was killed, without a word. "
+                "Its own output may say why; if it has none, the machine's log may (out of memory?)"
+            )
+        )
+
+    def close(self) -> None:
+        """Let go of all edges; whoever waits at their other ends sees that."""
+        for edge in (*self.senders.values(), *self.receivers.values()):
+            edge.close()
+
+    # Tensors.
+
+    def reserve(self, nbytes: int) -> None:
+        """Have edges on which messages of so many bytes need not wait; all ranks call this."""
+        n = slots_for(nbytes)
+        if self.size == 1 or n * SLOT_BYTES <= self._nbytes:
+            return
+        self.close()
+        self.senders, self.receivers = {}, {}
+        self._nbytes = n * SLOT_BYTES
+        shared = self._shared() if self._transport == "auto" else {}
+        for peer in self.others:
+            if peer in shared:
+                receiving, sending = shared[peer]
+            else:
+                receiving = GlooSlots(n, peer, self._group, self, sends=False)
+                sending = GlooSlots(n, peer, self._group, self, sends=True)
+            self.receivers[peer], self.senders[peer] = SlotReceiver(receiving), SlotSender(sending)
+
+    def _shared(self) -> Mapping[int, tuple[Any, Any]]:
+        """The slots to and from every rank with which this one shares memory."""
+        token = secrets.token_hex()
+        folder = ""
+        if _SHARED.is_dir():
+            folder = tempfile.mkdtemp(prefix="baechi-", dir=_SHARED)
+        try:
+            if folder:
+                (Path(folder) / "token").write_text(token)
+            rows = [json.loads(row) for row in self.exchange("shared memory", json.dumps([folder, token]))]
+
+            def seen(rank: int) -> bool:
+                path = Path(rows[rank][0]) / "token"
+                return bool(folder and rows[rank][0]) and path.exists() and path.read_text() == rows[rank][1]
+
+            seeing = [rank for rank in self.others if seen(rank)]
+            lists = [json.loads(row) for row in self.exchange("who sees whom", json.dumps(seeing))]
+            peers = [rank for rank in seeing if self.rank in lists[rank]]
+            mine = SharedMemory(Path(folder))
+            try:
+                made = {rank: mine.made(rank, self._nbytes) for rank in peers}
+            except OSError as error:
+                self.fail(
+                    ExecutionError(
+                        f"rank {self.rank} finds no room for {len(peers)} x {self._nbytes} bytes in "
+                        f"{_SHARED} ({error.strerror}). Make it larger (docker run --shm-size), or "
+                        'give ranks(transport="gloo").'
+                    )
+                )
+            self.exchange("edges made")
+            theirs = {r: SharedMemory(Path(rows[r][0])).opened(self.rank, self._nbytes) for r in peers}
+            self.exchange("edges opened")
+            found = {}
+            for rank in peers:
+                memory, ready = made[rank]
+                receiving = SharedSlots(memory, 0, ready, mine.freeing(rank), rank, self)
+                memory, free, readying = theirs[rank]
+                n = self._nbytes // SLOT_BYTES
+                found[rank] = receiving, SharedSlots(memory, n, free, readying, rank, self)
+            self.exchange("edges ready")
+            return found
+        finally:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def key(self) -> int:
+        """The number of the next message, or run, of all ranks."""
+        self._messages += 1
+        return self._messages
+
+    def share(
+        self, owner: int, tensors: Sequence[torch.Tensor | None] = (), flags: Sequence[Flag] = ()
+    ) -> tuple[Sequence[torch.Tensor | None], Sequence[Flag]]:
+        """Tensors that one rank has, on the devices of all; every rank calls this."""
+        self.check()
+        key = (self.key(),)
+        if owner != self.rank:
+            return receive(self.receivers[owner], key, self.device)
+        for rank in self.others:
+            send(self.senders[rank], Message(key, tensors, flags))
+        return tensors, flags
+
+
+def _error(name: str, args: Sequence[Any]) -> BaechiError:
+    kind = getattr(errors, name)
+    if kind is InfeasibleError:
+        text, subject, needed, left, *extra = args
+        return InfeasibleError(text, subject, needed, tuple(map(tuple, left)), *extra)
+    found: BaechiError = kind(*args)
+    return found

@@ -1,0 +1,202 @@
+"""The executor of a rank: its slice of the program, in one thread; and edges to other ranks.
+
+    rank 0    run[a b c]─send─►      run[f g]
+    rank 1                  receive─►run[d e]
+
+`program/rank_slices.py` says why no ranks wait for each other for ever. At the end of a forward the
+results go to all ranks, and the state of the random generator where somebody drew from it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from baechi.processes.messages import Flag, Message, receive, send, try_send
+from baechi.processes.world import Ranks
+from baechi.program.rank_slices import (
+    GENERATOR,
+    check_slices,
+    early_sends,
+    in_order,
+    last_to_draw,
+    run_slice,
+    slice_of,
+)
+from baechi.records.instructions import Copy, Free, Instruction, Place, Program
+from baechi.runtime.autograd.binding import Bound, Moves
+from baechi.runtime.autograd.step import Step, random_state, set_random_state
+
+
+
+@final
+class _Phase:
+    """A rank's slice of a phase, as actions."""
+
+    def __init__(self, program: Program, number: int, ranks: Ranks, random: int) -> None:
+        self.phase = phase = program.phases[number]
+        order = in_order(phase, random)
+        slices = [slice_of(phase, order, rank) for rank in range(ranks.size)]
+        check_slices(phase, order, slices)
+        self.rows = slices[ranks.rank]
+        self.sends = early_sends(phase, self.rows, ranks.rank)
+        self.drawn = last_to_draw(phase, random)
+
+
+@final
+class RankExecutor:
+    """Runs the slice of one rank.
+
+    Args:
+        program: The program of all ranks.
+        bound: It, bound to the model.
+        ranks: The ranks.
+        random: The number of the random generator among the states that segments update.
+        message_bytes: The largest message of a step.
+    """
+
+    threads = None
+
+    def __init__(
+        self, program: Program, bound: Bound, ranks: Ranks, random: int, message_bytes: int
+    ) -> None:
+        self.bound = bound
+        self._program, self._ranks = program, ranks
+        self._phases = [_Phase(program, i, ranks, random) for i in range(len(program.phases))]
+        self._owners = sorted({row.device for row in bound.results.values()})
+        ranks.reserve(message_bytes)
+
+    def close(self) -> None:
+        """Nothing: edges are of all plans."""
+
+    def meet(self, step: Step) -> None:
+        """All that was done is done."""
+
+    def run(self, steps: Sequence[Step], phase: int) -> None:
+        """Run the slice of a phase; there is a step per micro-batch.
+
+        Raises:
+            ExecutionError: An operator failed, here or on another rank; or a rank is gone.
+        """
+        ranks = self._ranks
+        ranks.check()
+        try:
+            self._run(steps, phase)
+            if phase == 0:
+                self._share_results(steps)
+            self._share_generator(self._phases[phase].drawn)
+        except BaseException as error:
+            ranks.tell(error)
+            raise
+
+    def _run(self, steps: Sequence[Step], number: int) -> None:
+        mine, ranks, run = self._phases[number], self._ranks, self._ranks.key()
+
+        def key(row: Copy) -> tuple[int, ...]:
+            return run, number, row.tensor, row.batch
+
+        def message(row: Copy) -> Message:
+            if row.tensor == GENERATOR:
+                return Message(key(row), [random_state(ranks.device)])
+            moves = self._moves(number, row)
+            return _sent(steps[row.batch], moves, key(row))
+
+        def do(index: int) -> None:
+            row, _ = mine.rows[index]
+            if isinstance(row, Copy):
+                self._receive(steps, number, row, key(row))
+            else:
+                self._do(steps, number, row)
+
+        run_slice(
+            mine.rows,
+            ranks.rank,
+            mine.sends,
+            do,
+            lambda row: send(ranks.senders[row.dst], message(row)),
+            lambda row: try_send(ranks.senders[row.dst], message(row)),
+        )
+
+    def _moves(self, number: int, row: Copy) -> Moves:
+        return self.bound.copies[number][Place(row.tensor, row.dst)]
+
+    def _do(self, steps: Sequence[Step], number: int, row: Instruction) -> None:
+        phase = self._program.phases[number]
+        if isinstance(row, Free):
+            self.bound.frees[number][Place(row.tensor, row.device)].clear(steps[row.batch])
+            return
+        assert not isinstance(row, Copy)
+        segment = phase.segments[row.segment]
+        for index in segment.tapes:
+            tape = self.bound.tapes[index]
+            if segment.again:
+                tape.recompute(steps[row.batch])
+            elif segment.backward:
+                tape.backward(steps[row.batch])
+            else:
+                tape.forward(steps[row.batch])
+
+    def _receive(
+        self, steps: Sequence[Step], number: int, row: Copy, key: tuple[int, ...]
+    ) -> None:
+        ranks = self._ranks
+        edge = ranks.receivers[row.src]
+        if row.tensor == GENERATOR:
+            (state,), _ = receive(edge, key, torch.device("cpu"))
+            assert state is not None
+            set_random_state(ranks.device, state)
+            return
+        moves, step = self._moves(number, row), steps[row.batch]
+        shapes = [None if row is None else (row.dtype, tuple(row.shape)) for row in moves.tensors]
+        tensors, flags = receive(edge, key, ranks.device, shapes)
+        found = iter(tensors)
+        for (_, slot), value, flag in zip(moves.slots, moves.values, flags, strict=True):
+            step.flags[value.number] = flag
+            step.slots[slot] = value.filled([next(found) for _ in value.tensors])
+        for _, slot in moves.grads:
+            step.grads[slot] = next(found)
+
+    def _share_results(self, steps: Sequence[Step]) -> None:
+        """Give all ranks the results, and whether they have gradients."""
+        rows = [*enumerate(self.bound.results.values())]
+        for owner in self._owners:
+            mine = [(number, row) for number, row in rows if row.device == owner]
+            flags: list[Flag] = []
+            tensors: list[torch.Tensor | None] = []
+            if owner == self._ranks.rank:
+                for step in steps:
+                    for number, row in mine:
+                        flags.append(step.flags[row.value])
+                        tensors += _tensors(step.results[number])
+            found, told = self._ranks.share(owner, tensors, flags)
+            if owner == self._ranks.rank:
+                continue
+            left, flag = iter(found), iter(told)
+            for step in steps:
+                for number, row in mine:
+                    step.flags[row.value] = next(flag)
+                    step.results[number] = row.passed.filled([next(left) for _ in row.passed.tensors])
+
+    def _share_generator(self, owner: int | None) -> None:
+        """Leave the random generators of all ranks as one for all would be."""
+        if owner is not None:
+            device = self._ranks.device
+            (state,), _ = self._ranks.share(owner, [random_state(device)])
+            assert state is not None
+            set_random_state(device, state.cpu())
+
+
+def _sent(step: Step, moves: Moves, key: tuple[int, ...]) -> Message:
+    tensors: list[torch.Tensor | None] = []
+    for slot, _ in moves.slots:
+        tensors += _tensors(step.slots[slot])
+    tensors += [step.grads[slot] for slot, _ in moves.grads]
+    return Message(key, tensors, [step.flags[value.number] for value in moves.values])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
