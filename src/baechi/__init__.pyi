@@ -39,6 +39,7 @@ from baechi.records.placement import Placement as Placement, Schedule as Schedul
 from baechi.records.placement import Span as Span, Transfer as Transfer
 from baechi.records.cluster import Topology as Topology
 from baechi.runtime.placed_module import PlacedModule as PlacedModule, apply as apply
+from baechi.runtime.rank_state import clip_grad_norm_ as clip_grad_norm_
 from baechi.runtime.weights import skeleton as skeleton
 from baechi.storage.serialization import dump as dump, load as load
 from baechi.storage.weight_files import stored_weights as stored_weights

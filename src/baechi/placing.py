@@ -246,7 +246,7 @@ def place(
             "brings it. Verify a smaller model of this class, or place this one from its weights "
             "in memory."
         )
-    state = PlacedState(model, places, planner, max_shapes, cutting)
+    state = PlacedState(model, places, planner, max_shapes, cutting, world)
     if example_args is not None or example_kwargs is not None:
         with state.lock:
             state.plan(() if example_args is None else example_args, example_kwargs)
@@ -699,7 +699,9 @@ class _Planner:
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
         if self.ranks is not None:  # each kind by the first rank that has it
-            first_of = {row.kind: rank for rank, row in reversed([*enumerate(self.cluster.devices)])}
+            first_of = {
+                row.kind: rank for rank, row in reversed([*enumerate(self.cluster.devices)])
+            }
             threads = self.threads or torch.get_num_threads()
             measured = partial(
                 profile, traced, self.ranks.device, threads=threads, progress=self.progress

@@ -65,7 +65,9 @@ def ranks(
     found = Ranks(place, timeout_s, transport)
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free = free_bytes(place, -(-beside // max(gpus, 1))) if capacity is None else capacity
-    rows = [json.loads(row) for row in found.exchange("devices", json.dumps([device_kind(place), free]))]
+    rows = [
+        json.loads(row) for row in found.exchange("devices", json.dumps([device_kind(place), free]))
+    ]
     devices = tuple(
         Device(f"rank{rank}", nbytes, kind=kind) for rank, (kind, nbytes) in enumerate(rows)
     )

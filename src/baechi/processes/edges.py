@@ -63,6 +63,9 @@ class Receiver(Protocol):
     def end(self) -> None:
         """Be done with a message."""
 
+    def look(self) -> None:
+        """Raise an error if the other end is gone."""
+
     def close(self) -> None:
         """Let go of everything."""
 
@@ -147,6 +150,10 @@ class SlotReceiver:
         if self._slot is not None:
             self._slot = None
             self._slots.give(0)
+
+    def look(self) -> None:
+        """Raise an error if the other end is gone."""
+        self._slots.count()
 
     def close(self) -> None:
         """Let go of everything."""
@@ -265,7 +272,8 @@ class GlooSlots:
         self._views = [bytes_of(slot) for slot in self._slots]
         self._peer, self._group, self._watch = peer, group, watch
         self._next, self._n = 0, n
-        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._broken = False
         self._work: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         for slot in range(n):
             if sends:
@@ -287,11 +295,14 @@ class GlooSlots:
                 slot, nbytes = row
                 move(self._slots[slot][:nbytes])  # a shorter message may come than was asked for
                 self._ready.put(None)
-        except BaseException as error:  # the connection is closed
-            self._ready.put(error)
+        except BaseException:  # the connection is closed
+            self._broken = True
+            self._ready.put(None)  # wakes who waits
 
     def count(self) -> int:
         """How many can be had at once."""
+        if self._broken:
+            self._watch.lost(self._peer)
         return self._ready.qsize()
 
     def take(self) -> memoryview:
@@ -299,12 +310,11 @@ class GlooSlots:
         since = time.monotonic()
         while True:
             try:
-                error = self._ready.get(timeout=_LOOK_S)
+                self._ready.get(timeout=_LOOK_S)
             except queue.Empty:
                 self._watch.look(self._peer, since)
                 continue
-            if error is not None:
-                self._ready.put(error)
+            if self._broken and not self._ready.qsize():
                 self._watch.lost(self._peer)
             return self._views[self._next]
 

@@ -26,7 +26,9 @@ _CODES: Final = {dtype: _DTYPES.index(dtype) for dtype in _DTYPES}
 _ABSENT: Final = -1
 _MOST_INTS: Final = 1 << 20
 
-Flag: TypeAlias = bool | tuple[bool, ...]  # whether a value, or each tensor of one, needs a gradient
+Flag: TypeAlias = (
+    bool | tuple[bool, ...]
+)  # whether a value, or each tensor of one, needs a gradient
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 

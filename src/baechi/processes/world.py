@@ -145,9 +145,8 @@ class Ranks:
     def _await(self, keys: Sequence[str]) -> None:
         since, pause = time.monotonic(), 0.0005
         while not self._asked(keys):
-            for rank in self.others:
-                if rank in self.senders:
-                    self.senders[rank].room()  # a pipe tells that its reader is gone
+            for edge in self.receivers.values():
+                edge.look()
             if time.monotonic() - since > _DECISION_S:
                 self.fail(ExecutionError(f"rank {self.rank} waited an hour for the other ranks."))
             self._look_for_failure()
@@ -250,11 +249,18 @@ class Ranks:
         try:
             if folder:
                 (Path(folder) / "token").write_text(token)
-            rows = [json.loads(row) for row in self.exchange("shared memory", json.dumps([folder, token]))]
+            rows = [
+                json.loads(row)
+                for row in self.exchange("shared memory", json.dumps([folder, token]))
+            ]
 
             def seen(rank: int) -> bool:
                 path = Path(rows[rank][0]) / "token"
-                return bool(folder and rows[rank][0]) and path.exists() and path.read_text() == rows[rank][1]
+                return (
+                    bool(folder and rows[rank][0])
+                    and path.exists()
+                    and path.read_text() == rows[rank][1]
+                )
 
             seeing = [rank for rank in self.others if seen(rank)]
             lists = [json.loads(row) for row in self.exchange("who sees whom", json.dumps(seeing))]
@@ -271,7 +277,9 @@ class Ranks:
                     )
                 )
             self.exchange("edges made")
-            theirs = {r: SharedMemory(Path(rows[r][0])).opened(self.rank, self._nbytes) for r in peers}
+            theirs = {
+                r: SharedMemory(Path(rows[r][0])).opened(self.rank, self._nbytes) for r in peers
+            }
             self.exchange("edges opened")
             found = {}
             for rank in peers:

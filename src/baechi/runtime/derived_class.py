@@ -10,14 +10,16 @@ gets; `baechi.PlacedModule.graph.fget(placed)` is still ours.
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from baechi.errors import ExecutionError, InputError
+from baechi.processes.world import Ranks
 from baechi.runtime.placed_state import KEY, PlacedState
+from baechi.runtime.rank_state import gathered, loadable, own_rows
 from baechi.runtime.weights import move
 from baechi.torch_support.torch_internals import state_of
 
@@ -138,6 +140,37 @@ class Placed:
                 for tensor, _ in state.origins:
                     move(tensor, host)
         return self
+
+    def _ranks(self) -> Ranks | None:
+        """The ranks whose own state is asked for."""
+        state: PlacedState | None = self.__dict__.get(KEY)
+        return None if state is None or state.is_inside else state.ranks
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the model's; of ranks each has its own."""
+        rows: Iterator[tuple[str, nn.Parameter]]
+        rows = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return rows if self._ranks() is None else (row for row in rows if not row[1].is_meta)
+
+    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
+        """As the model's; of ranks each has its own, or with `full` rank 0 has all, on its CPU."""
+        rows = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if (ranks := self._ranks()) is None:
+            return rows
+        found = gathered(ranks, rows) if full else own_rows(rows)
+        for name in [name for name in rows if name not in found]:
+            del rows[name]  # the same dict, with its metadata
+        rows.update(found)
+        return rows
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the model's; of ranks each loads its own of what is the model's or its own."""
+        load = super().load_state_dict  # type: ignore[misc]
+        if self._ranks() is not None:
+            state_dict = loadable(super().state_dict(), state_dict)  # type: ignore[misc]
+        return load(state_dict, strict, assign)
 
     def _twin(self) -> nn.Module:
         """An instance of the model's own class that shares all with it."""

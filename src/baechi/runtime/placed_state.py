@@ -14,7 +14,7 @@ like one before find that by a glance at their arguments.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, Protocol, final
@@ -30,6 +30,7 @@ from baechi.errors import (
     NotSpecializedError,
     TraceError,
 )
+from baechi.processes.world import Ranks
 from baechi.records.placement import Measurement, Schedule
 from baechi.runtime.batched_calls import (
     BatchWeights,
@@ -138,6 +139,8 @@ class PlacedState:
         places: The torch devices of the logical devices.
         specialize: Makes a specialization; None where there is only what `apply` was given.
         limit: The maximum number of specializations of an entry.
+        microbatches: How calls are cut.
+        ranks: Those that run it together, if it is not this process alone.
     """
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
@@ -145,7 +148,7 @@ class PlacedState:
         *("_glances", "_limit", "_moves", "_specialize", "_streaming", "_unsplit", "entries"),
         "homes",
         *("latest", "loaded", "lock", "meter", "microbatches", "model", "origins", "places"),
-        *("root", "steps", "underway"),
+        *("ranks", "root", "steps", "underway"),
     )
 
     def __init__(
@@ -155,8 +158,10 @@ class PlacedState:
         specialize: Specialize | None = None,
         limit: int = 1,
         microbatches: Microbatches = Microbatches(1),  # noqa: B008 (it is frozen)
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.places = tuple(places)
         self._specialize = specialize
         self._limit = limit
@@ -182,8 +187,12 @@ class PlacedState:
         host = torch.device("cpu")
         self.origins = [(t, host if t.is_meta else t.device) for t in self._tensors()]
 
+    def every_parameter(self) -> Iterator[nn.Parameter]:
+        """The model's parameters, also those that are at other ranks."""
+        return (parameter for _, parameter in nn.Module.named_parameters(self.model))
+
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
+        return [*self.every_parameter(), *self.model.buffers()]
 
     def refuse_change(self) -> None:
         """Raise an `ExecutionError` where no new plan can be made."""
@@ -457,6 +466,11 @@ class PlacedState:
         plain: Callable[..., Any],
     ) -> Any:
         """The result of a part that has no plan, on the device of its first argument."""
+        if self.ranks is not None:
+            raise ExecutionError(
+                f"{entry.path or type(self.model).__name__} cannot run whole, since its weights are "
+                f"at several ranks: {reason}"
+            )
         own = [*entry.module.parameters(), *entry.module.buffers()]
         home = next((tensor.device for tensor in tensors_in((args, kwargs))), self.places[0])
         if not entry.is_told:

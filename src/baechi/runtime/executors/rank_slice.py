@@ -29,7 +29,6 @@ from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step, random_state, set_random_state
 
 
-
 @final
 class _Phase:
     """A rank's slice of a phase, as actions."""
@@ -137,9 +136,7 @@ class RankExecutor:
             else:
                 tape.forward(steps[row.batch])
 
-    def _receive(
-        self, steps: Sequence[Step], number: int, row: Copy, key: tuple[int, ...]
-    ) -> None:
+    def _receive(self, steps: Sequence[Step], number: int, row: Copy, key: tuple[int, ...]) -> None:
         ranks = self._ranks
         edge = ranks.receivers[row.src]
         if row.tensor == GENERATOR:
@@ -176,7 +173,9 @@ class RankExecutor:
             for step in steps:
                 for number, row in mine:
                     step.flags[row.value] = next(flag)
-                    step.results[number] = row.passed.filled([next(left) for _ in row.passed.tensors])
+                    step.results[number] = row.passed.filled(
+                        [next(left) for _ in row.passed.tensors]
+                    )
 
     def _share_generator(self, owner: int | None) -> None:
         """Leave the random generators of all ranks as one for all would be."""

@@ -1,0 +1,82 @@
+"""Real processes run one placed model: what they compute, keep, and say when one of them fails.
+
+A start takes some seconds, so one serves many checks (`support/rank_checks.py`).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import rank_checks
+
+import baechi
+
+SUPPORT = Path(rank_checks.__file__).parent
+LAST = ("an_error_of_one_rank_is_one_of_all", "ranks_that_do_different_things_are_told")
+TOGETHER = [name for name in rank_checks.CHECKS if name not in LAST]
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(SUPPORT), str(SUPPORT.parents[1]), *map(str, Path(baechi.__file__).parents[1:2])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **variables}
+
+
+def begun(n: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """So many ranks of a script, without an agent that would end the others with one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    sizes = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment() | common | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(n)
+    ]
+
+
+def outcome(n: int, folder: Path, *names: str) -> dict[str, list[str]]:
+    """What each rank says of each check."""
+    processes = begun(n, str(SUPPORT / "rank_checks.py"), str(folder), *names)
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    found: dict[str, list[str]] = {}
+    for rank in range(n):
+        path = folder / f"{rank}.json"
+        assert path.exists(), texts[rank]
+        for name, text in json.loads(path.read_text()).items():
+            found.setdefault(name, []).append(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+    """The checks that one start of two ranks makes."""
+    return outcome(2, tmp_path_factory.mktemp("two"), *TOGETHER, LAST[0])
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, LAST[0]])
+def test_two_ranks(name: str, two: Mapping[str, list[str]]) -> None:
+    assert two.get(name) == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_three_ranks(transport: str, tmp_path: Path) -> None:
+    names = [name for name in TOGETHER if name != "state_is_where_it_lives"]
+    found = outcome(3, tmp_path, transport, *names, LAST[1])
+    assert found == {name: ["", "", ""] for name in (*names, LAST[1])}

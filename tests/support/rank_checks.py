@@ -1,0 +1,285 @@
+"""Checks that every rank of a job makes, one after the other; `test_ranks.py` starts them.
+
+    torchrun --nproc-per-node 2 tests/support/rank_checks.py FOLDER CHECK CHECK ...
+
+Each rank has the unsplit model beside the placed one, and compares in every bit. What a rank finds
+goes to `FOLDER/RANK.json`: by check a text, empty where all is as it should be.
+"""
+
+import copy
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import baechi
+from baechi.processes.world import Ranks
+
+Check = Callable[[Ranks], None]
+CHECKS: dict[str, Check] = {}
+X = torch.arange(16).remainder(11).view(8, 2)
+T = torch.arange(16).remainder(7).view(8, 2)
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too; a batch norm; dropout; a skip over all layers."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.tokens(x).flatten(0, 1)
+        for layer in self.layers:
+            h = functional.dropout(torch.tanh(layer(h)), self.dropout, self.training) + h
+        return (self.norm(h) + first) @ self.tokens.weight.t()
+
+
+def criterion(y: Tensor, t: Tensor) -> Tensor:
+    return functional.cross_entropy(y, t.flatten())
+
+
+def place(model: nn.Module, ranks: Ranks, seed: int = 0, **options: Any) -> Any:
+    cheap = {"costs": "estimate", "placer": baechi.RandomPlacer(seed), "progress": False}
+    return baechi.place(model, ranks, **cheap | options)
+
+
+def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model to be placed, and one like it."""
+    model = Tied(**options)
+    return model, copy.deepcopy(model)
+
+
+def equal(a: Tensor, b: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def same_state(placed: nn.Module, plain: nn.Module) -> int:
+    """Compare what this rank has of parameters, gradients and buffers; how many tensors that is."""
+    mine = {n: t for n, t in placed.state_dict(keep_vars=True).items() if not t.is_meta}
+    whole = plain.state_dict(keep_vars=True)
+    for name, tensor in mine.items():
+        equal(tensor.detach(), whole[name].detach(), name)
+        if whole[name].grad is not None:
+            assert tensor.grad is not None, name
+            equal(tensor.grad, whole[name].grad, f"the gradient of {name}")
+    return len(mine)
+
+
+def loop(model: nn.Module, n: int, x: Tensor = X, t: Tensor = T) -> Tensor:
+    losses = []
+    for c, d in zip(x.chunk(n), t.chunk(n), strict=True):
+        losses.append(criterion(model(c), d) / n)
+        losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
+
+
+@check
+def steps_are_the_loop(ranks: Ranks) -> None:
+    """Loss, gradients and buffers of three steps; placements in which every rank sends."""
+    for seed, n in ((0, 4), (1, 2), (2, 8), (3, 1)):
+        model, plain = twins()
+        placed = place(model, ranks, seed, microbatches=n)
+        for _ in range(2):
+            found = placed.step(X, targets=T, loss=criterion)
+            equal(found, loop(plain, n), "the loss")
+            same_state(placed, plain)
+        assert len(set(placed.placement.devices)) == ranks.size
+
+
+@check
+def calls_are_the_model(ranks: Ranks) -> None:
+    """Outputs are on every rank, with gradients; another shape and mode are plans of their own."""
+    for n in (None, 4):
+        model, plain = twins()
+        placed = place(model, ranks, microbatches=n)
+        for rows in (8, 4):
+            y = placed(X[:rows])
+            z = plain(X[:rows]) if n is None else torch.cat([plain(c) for c in X[:rows].chunk(n)])
+            equal(y, z, "the output")
+            assert y.requires_grad
+            criterion(y, T[:rows]).backward()
+            criterion(z, T[:rows]).backward()
+            assert same_state(placed, plain) < len(plain.state_dict())
+        placed.eval(), plain.eval()
+        with torch.no_grad():
+            equal(placed(X), plain(X), "evaluation")
+
+
+@check
+def random_numbers_are_those_of_one_process(ranks: Ranks) -> None:
+    for seed in range(2):
+        model, plain = twins(dropout=0.5)
+        placed = place(model, ranks, seed, microbatches=2)
+        torch.manual_seed(5)
+        y = placed(X)
+        criterion(y, T).backward()
+        after = torch.rand(1)
+        torch.manual_seed(5)
+        z = torch.cat([plain(c) for c in X.chunk(2)])
+        criterion(z, T).backward()
+        equal(y, z, "the output")
+        equal(after, torch.rand(1), "the generator afterwards")
+        same_state(placed, plain)
+
+
+@check
+def what_runs_again_is_the_same(ranks: Ranks) -> None:
+    model, plain = twins(dropout=0.5)
+    placed = place(model, ranks, microbatches=4, checkpoint="layers.*")
+    torch.manual_seed(5)
+    found = placed.step(X, targets=T, loss=criterion)
+    torch.manual_seed(5)
+    equal(found, loop(plain, 4), "the loss")
+    same_state(placed, plain)
+
+
+@check
+def streams_are_calls(ranks: Ranks) -> None:
+    model, plain = twins()
+    placed = place(model.eval(), ranks, training=False)
+    requests = [(X + i) % 11 for i in range(6)]
+    for y, x in zip(placed.stream(requests, in_flight=3), requests, strict=True):
+        equal(y, plain.eval()(x).detach(), "a request")
+
+
+@check
+def a_language_model_generates(ranks: Ranks) -> None:
+    from scripts import tiny_llama
+
+    model = tiny_llama().eval()
+    plain = copy.deepcopy(model)
+    ids = torch.tensor([[3, 4, 5]])
+    placed = place(model, ranks, training=False)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    equal(placed.generate(ids, **options), plain.generate(ids, **options), "tokens")
+
+
+@check
+def state_is_where_it_lives(ranks: Ranks) -> None:
+    model, plain = twins()
+    placed = place(model, ranks, microbatches=2, optimizer="adamw", example_args=(X,))
+    names = [
+        set(json.loads(row))
+        for row in ranks.exchange("test", json.dumps(list(placed.state_dict())))
+    ]
+    assert set.union(*names) == set(plain.state_dict())
+    assert sum(map(len, names)) == len(plain.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (placed, plain)]
+    for _ in range(3):
+        placed.step(X, targets=T, loss=criterion)
+        loop(plain, 2)
+        equal(
+            baechi.clip_grad_norm_(placed, 0.25),
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.25),
+            "the norm",
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_state(placed, plain)
+    whole = placed.state_dict(full=True)
+    if ranks.rank:
+        assert not whole
+    else:
+        assert list(whole) == list(plain.state_dict())
+        for name, tensor in plain.state_dict().items():
+            equal(whole[name], tensor, name)
+    changed = {name: t + 1 for name, t in plain.state_dict().items()}
+    placed.load_state_dict(changed)
+    plain.load_state_dict(changed)
+    same_state(placed, plain)
+    placed.load_state_dict({name: t - 1 for name, t in placed.state_dict().items()})
+    try:
+        placed.load_state_dict({**changed, "another": X})
+    except RuntimeError as error:
+        assert "another" in str(error)
+    else:
+        raise AssertionError("a name that the model does not have was loaded")
+
+
+@check
+def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    usual = ranks.cluster
+    rows = tuple(replace(device, memory_bytes=64) for device in usual.devices)
+    for cluster, options, text in (
+        (replace(usual, devices=rows), {}, "no device has room|does not fit|cannot place"),
+        (usual, {"compile": True}, "compile= does not go with baechi.ranks"),
+        (usual, {"verify": True}, "verify= does not go with baechi.ranks"),
+    ):
+        ranks.cluster = cluster
+        try:
+            place(Tied(), ranks, placer="auto", example_args=(X,), **options)
+        except baechi.BaechiError as error:
+            assert re.search(text, str(error)), error
+        else:
+            raise AssertionError(text)
+    ranks.cluster = usual
+
+
+@check
+def an_error_of_one_rank_is_one_of_all(ranks: Ranks) -> None:
+    """The last check: no rank goes on. A token that the embedding does not have."""
+    placed = place(Tied(), ranks, microbatches=4)
+    placed.step(X, targets=T, loss=criterion)
+    rows = ranks.exchange("test", json.dumps([*placed.state_dict()]))
+    home = next(rank for rank, row in enumerate(rows) if "tokens.weight" in json.loads(row))
+    for _ in range(2):
+        try:
+            placed.step(X + 99, targets=T, loss=criterion)
+        except baechi.ExecutionError as error:
+            assert "first = h = self.tokens(x)" in str(error), error
+            assert ranks.rank == home or f"rank {home} failed: model.tokens/" in str(error), error
+        else:
+            raise AssertionError("the step went on")
+
+
+@check
+def ranks_that_do_different_things_are_told(ranks: Ranks) -> None:
+    """The last check: here another shape on one rank, which plans while the others run."""
+    placed = place(Tied(), ranks)
+    placed(X)
+    try:
+        placed(X[: 8 - 4 * (ranks.rank == 1)])
+    except baechi.ExecutionError as error:
+        assert re.search("plans a call|is at 'a trace'|rank . failed", str(error)), error
+    else:
+        raise AssertionError("the call went on")
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    options = {"transport": "gloo"} if "gloo" in names else {}
+    ranks = baechi.ranks(memory="8GiB", **options)
+    found = {}
+    for name in names or CHECKS:
+        if name in CHECKS:
+            try:
+                CHECKS[name](ranks)
+                found[name] = ""
+            except Exception:
+                found[name] = traceback.format_exc()
+                break
+    Path(folder, f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
