@@ -28,10 +28,10 @@ from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
 from baechi.probing.cluster_probe import probe
 from baechi.probing.link_probe import graph_launch_ns
-from baechi.processes.world import Ranks
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
+from baechi.processes.world import Ranks
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
@@ -176,8 +176,7 @@ def place(
     options = {"training": training, "verify": verify, "progress": progress, "guard": guard}
     for what, option in options.items():
         check_is(option, bool, what)
-    check_optimizer(optimizer)
-    placer_of(placer)
+    check_optimizer(optimizer), placer_of(placer)
     if effort is not None:
         check_effort(effort)
     if constraints is not None and not isinstance(constraints, Constraints):
@@ -199,11 +198,12 @@ def place(
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
     world = devices if isinstance(devices, Ranks) else None
-    if world is not None:
-        _refuse_for_ranks(model, others, weights)
-    cluster = with_kinds(probe(devices)) if world is None else world.cluster
+    _refuse_for_ranks(world, model, others, weights)
+    cluster = with_kinds(world.cluster if world is not None else probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
-    places = [torch_device(d.name) for d in cluster.devices] if world is None else [*world.places]
+    places = list(
+        world.places if world is not None else (torch_device(row.name) for row in cluster.devices)
+    )
     compile_options(compile, ())  # report wrong options before tracing
     gpus = [place for place in places if place.type == "cuda"]
     unmeasured = checkpoint is not None or cutting.n > 1
@@ -214,8 +214,7 @@ def place(
         measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
         cluster = tape_links(cluster, places, *measured)
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
-    progress = progress and (world is None or world.rank == 0)
-    say = _say if progress else lambda _: None
+    say = _say if progress and (world is None or world.rank == 0) else lambda _: None
     planner = _Planner(
         cluster=cluster,
         places=places,
@@ -261,14 +260,16 @@ def _check_objective(objective: str, *, training: bool, batches: int) -> None:
         )
 
 
-def _refuse_for_ranks(model: nn.Module, others: Mapping[str, Any], weights: Any) -> None:
-    """Raise an error for what does not go with ranks."""
-    for name, value in others.items():
+def _refuse_for_ranks(
+    ranks: Ranks | None, model: nn.Module, others: Mapping[str, Any], weights: Any
+) -> None:
+    """Raise an error for what does not go with ranks, where there are any."""
+    for name, value in others.items() if ranks is not None else ():
         if value:
             raise InputError(
                 f"{name}= does not go with baechi.ranks(): {_WHY_NOT[name]}. Leave it out."
             )
-    if weights is None:
+    if weights is None and ranks is not None:
         refuse_meta(model)
 
 
@@ -698,19 +699,8 @@ class _Planner:
         if self.costs == "estimate":
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
-        if self.ranks is not None:  # each kind by the first rank that has it
-            first_of = {
-                row.kind: rank for rank, row in reversed([*enumerate(self.cluster.devices)])
-            }
-            threads = self.threads or torch.get_num_threads()
-            measured = partial(
-                profile, traced, self.ranks.device, threads=threads, progress=self.progress
-            )
-            texts = [
-                self.ranks.decide("costs", lambda: dumps(measured()), rank)
-                for rank in sorted(first_of.values())
-            ]
-            return [loads(text, Profile) for text in texts]
+        if self.ranks is not None:
+            return self._of_ranks(traced, self.ranks)
         threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
         if threads is None and cpus:  # an operator's threads are its device's share
             threads = max(torch.get_num_threads() // cpus, 1)
@@ -721,6 +711,19 @@ class _Planner:
             profile(traced, place, threads=threads, progress=self.progress)
             for place in first.values()
         ]
+
+    def _of_ranks(self, traced: Traced, ranks: Ranks) -> list[Profile]:
+        """The costs on each kind of device, by the first rank that has one."""
+        rows = [*enumerate(self.cluster.devices)]
+        first = {device.kind: rank for rank, device in reversed(rows)}
+
+        def measured() -> str:
+            threads = self.threads or torch.get_num_threads()
+            progress = self.progress and ranks.rank == 0
+            return dumps(profile(traced, ranks.device, threads=threads, progress=progress))
+
+        texts = [ranks.decide("costs", measured, rank) for rank in sorted(first.values())]
+        return [loads(text, Profile) for text in texts]
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

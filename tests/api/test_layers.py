@@ -26,6 +26,7 @@ LAYERS = """
     program
     reporting torch_support
     tracing
+    processes
     costs
     runtime
     probing scheduling cluster_simulation

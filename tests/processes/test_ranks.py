@@ -5,12 +5,10 @@ A start takes some seconds, so one serves many checks (`support/rank_checks.py`)
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest

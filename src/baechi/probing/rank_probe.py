@@ -32,9 +32,10 @@ def ranks(
 ) -> Ranks:
     """The ranks of this job as devices for `place`: one logical device in each process.
 
-    Every process of the job calls this, and then `place` and the placed model in the same order with
-    arguments of the same shapes; each runs its part. Start them with `torchrun --nproc-per-node 2
-    train.py`, or as a job of Slurm, Kubernetes or Ray that sets its variables.
+    Every process of the job calls this, and then `place` and the placed model in the same order
+    with arguments of the same shapes; each runs its part. Start them with
+    `torchrun --nproc-per-node 2 train.py`, or as a job of Slurm, Kubernetes or Ray that sets its
+    variables.
 
     Args:
         memory: What each device may hold, such as `"8GiB"`; by default what is free there.
@@ -63,14 +64,11 @@ def ranks(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     found = Ranks(place, timeout_s, transport)
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_bytes(place, -(-beside // max(gpus, 1))) if capacity is None else capacity
-    rows = [
-        json.loads(row) for row in found.exchange("devices", json.dumps([device_kind(place), free]))
-    ]
-    devices = tuple(
-        Device(f"rank{rank}", nbytes, kind=kind) for rank, (kind, nbytes) in enumerate(rows)
-    )
+    told = found.exchange("devices", json.dumps([device_kind(place), free]))
+    rows = enumerate(map(json.loads, told))
+    devices = tuple(Device(f"rank{rank}", nbytes, kind=kind) for rank, (kind, nbytes) in rows)
     found.cluster = Cluster(devices, _links(found))
     return found
 

@@ -75,7 +75,7 @@ def slots_for(nbytes: int) -> int:
     return max(_LEAST_SLOTS, -(-3 * nbytes // SLOT_BYTES))
 
 
-class _Slots(Protocol):
+class Slots(Protocol):
     """The slots of one end, in turn."""
 
     def count(self) -> int:
@@ -95,7 +95,7 @@ class _Slots(Protocol):
 class SlotSender:
     """Messages cut into slots."""
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: Slots) -> None:
         self._slots = slots
 
     def room(self) -> int:
@@ -128,7 +128,7 @@ class SlotSender:
 class SlotReceiver:
     """Messages put together from slots."""
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._slot: memoryview | None = None
         self._used = 0
@@ -236,6 +236,11 @@ class SharedMemory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def is_there(self, token: str) -> bool:
+        """True if it is the folder that some rank has, and not one of that name on another host."""
+        path = self.folder / "token"
+        return path.exists() and path.read_text() == token
 
     def made(self, peer: int, nbytes: int) -> tuple[mmap.mmap, int]:
         """Slots for what comes from a rank, and the pipe that says that they are ready."""

@@ -63,16 +63,16 @@ def _parts(message: Message) -> list[memoryview]:
         head.extend((len(row) if isinstance(flag, tuple) else -1, *row))
     head.append(len(message.tensors))
     parts = []
-    for tensor in message.tensors:
-        if tensor is None:
+    for given in message.tensors:
+        if given is None:
             head.append(_ABSENT)
             continue
-        if tensor.layout is not torch.strided:
+        if given.layout is not torch.strided:
             raise ExecutionError(
-                f"a {tensor.layout} tensor would have to go from rank to rank, and only dense ones "
+                f"a {given.layout} tensor would have to go from rank to rank, and only dense ones "
                 "do. Keep its readers beside its producer (constraints=), or make it dense."
             )
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensor = given.detach().resolve_conj().resolve_neg()
         head.extend((_CODES[tensor.dtype], tensor.dim(), *tensor.shape, *tensor.stride()))
         if tensor.numel():
             parts.append(bytes_of(_flat(tensor)))
@@ -124,7 +124,7 @@ def receive(
         n = next(ints)
         row = tuple(bool(next(ints)) for _ in range(abs(n)))
         flags.append(row[0] if n < 0 else row)
-    tensors = []
+    tensors: list[torch.Tensor | None] = []
     number = next(ints)
     for index in range(number):
         code = next(ints)

@@ -33,6 +33,7 @@ from baechi.processes.edges import (
     SharedMemory,
     SharedSlots,
     SlotReceiver,
+    Slots,
     SlotSender,
     slots_for,
 )
@@ -119,10 +120,11 @@ class Ranks:
             except BaechiError as error:
                 failure = json.dumps([type(error).__name__, error.args])
         rows = self.exchange(what, json.dumps([found, failure]) if rank == self.rank else "")
-        found, failure = json.loads(rows[rank])
+        text: str
+        text, failure = json.loads(rows[rank])
         if failure:
             raise _error(*json.loads(failure))
-        return found
+        return text
 
     def compare(self, what: str, digest: str, rows: Callable[[], Sequence[str]]) -> None:
         """Raise an error unless all ranks have the same, with the first row that differs."""
@@ -155,7 +157,7 @@ class Ranks:
 
     def _asked(self, keys: Sequence[str]) -> bool:
         try:
-            return self._store.check(list(keys))
+            return bool(self._store.check(list(keys)))
         except Exception as error:
             raise ExecutionError(
                 f"the store of torch.distributed is gone ({error}): the launcher, or the rank that "
@@ -193,6 +195,15 @@ class Ranks:
     def look(self, peer: int, since: float) -> None:
         """Raise an error if some rank has failed, or waiting since then takes too long."""
         self._look_for_failure()
+        ahead = f"{self._name}/{self._round + 1}/{peer}"
+        if self._asked([ahead]):
+            what, _ = json.loads(self._store.get(ahead))
+            self.fail(
+                ExecutionError(
+                    f"rank {peer} plans a call ({what}) where rank {self.rank} runs one: every "
+                    "rank has to make the same calls, with arguments of the same shapes."
+                )
+            )
         limit = self.timeout_s + self.step_ns / 1e9
         if time.monotonic() - since > limit:
             self.fail(
@@ -218,8 +229,9 @@ class Ranks:
 
     def close(self) -> None:
         """Let go of all edges; whoever waits at their other ends sees that."""
-        for edge in (*self.senders.values(), *self.receivers.values()):
-            edge.close()
+        for sender, receiver in zip(self.senders.values(), self.receivers.values(), strict=True):
+            sender.close()
+            receiver.close()
 
     # Tensors.
 
@@ -233,66 +245,51 @@ class Ranks:
         self._nbytes = n * SLOT_BYTES
         shared = self._shared() if self._transport == "auto" else {}
         for peer in self.others:
-            if peer in shared:
-                receiving, sending = shared[peer]
-            else:
-                receiving = GlooSlots(n, peer, self._group, self, sends=False)
-                sending = GlooSlots(n, peer, self._group, self, sends=True)
-            self.receivers[peer], self.senders[peer] = SlotReceiver(receiving), SlotSender(sending)
-
-    def _shared(self) -> Mapping[int, tuple[Any, Any]]:
-        """The slots to and from every rank with which this one shares memory."""
-        token = secrets.token_hex()
-        folder = ""
-        if _SHARED.is_dir():
-            folder = tempfile.mkdtemp(prefix="baechi-", dir=_SHARED)
-        try:
-            if folder:
-                (Path(folder) / "token").write_text(token)
-            rows = [
-                json.loads(row)
-                for row in self.exchange("shared memory", json.dumps([folder, token]))
+            pair: Sequence[Slots] = shared.get(peer, ()) or [
+                GlooSlots(n, peer, self._group, self, sends=sends) for sends in (False, True)
             ]
+            self.receivers[peer], self.senders[peer] = SlotReceiver(pair[0]), SlotSender(pair[1])
 
-            def seen(rank: int) -> bool:
-                path = Path(rows[rank][0]) / "token"
-                return (
-                    bool(folder and rows[rank][0])
-                    and path.exists()
-                    and path.read_text() == rows[rank][1]
-                )
-
-            seeing = [rank for rank in self.others if seen(rank)]
-            lists = [json.loads(row) for row in self.exchange("who sees whom", json.dumps(seeing))]
-            peers = [rank for rank in seeing if self.rank in lists[rank]]
-            mine = SharedMemory(Path(folder))
+    def _shared(self) -> Mapping[int, tuple[SharedSlots, SharedSlots]]:
+        """The slots from and to every rank with which this one shares memory."""
+        folder = Path(tempfile.mkdtemp(prefix="baechi-", dir=_SHARED if _SHARED.is_dir() else None))
+        mine = SharedMemory(folder)
+        try:
+            text = secrets.token_hex()
+            (folder / "token").write_text(text)
+            rows = self._told("shared memory", [str(folder), text])
+            theirs = {rank: SharedMemory(Path(path)) for rank, (path, _) in enumerate(rows)}
+            seen = [rank for rank in self.others if theirs[rank].is_there(rows[rank][1])]
+            lists = self._told("who sees whom", seen)
+            peers = [rank for rank in seen if self.rank in lists[rank]]
             try:
                 made = {rank: mine.made(rank, self._nbytes) for rank in peers}
             except OSError as error:
-                self.fail(
-                    ExecutionError(
-                        f"rank {self.rank} finds no room for {len(peers)} x {self._nbytes} bytes in "
-                        f"{_SHARED} ({error.strerror}). Make it larger (docker run --shm-size), or "
-                        'give ranks(transport="gloo").'
-                    )
-                )
+                raise ExecutionError(
+                    f"rank {self.rank} finds no room for {len(peers)} x {self._nbytes} bytes in "
+                    f"{folder.parent} ({error.strerror}). Make it larger (docker run --shm-size), "
+                    'or give ranks(transport="gloo").'
+                ) from error
             self.exchange("edges made")
-            theirs = {
-                r: SharedMemory(Path(rows[r][0])).opened(self.rank, self._nbytes) for r in peers
-            }
+            opened = {rank: theirs[rank].opened(self.rank, self._nbytes) for rank in peers}
             self.exchange("edges opened")
             found = {}
             for rank in peers:
                 memory, ready = made[rank]
                 receiving = SharedSlots(memory, 0, ready, mine.freeing(rank), rank, self)
-                memory, free, readying = theirs[rank]
+                memory, free, readying = opened[rank]
                 n = self._nbytes // SLOT_BYTES
                 found[rank] = receiving, SharedSlots(memory, n, free, readying, rank, self)
             self.exchange("edges ready")
             return found
+        except BaseException as error:
+            self.tell(error)
+            raise
         finally:
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _told(self, what: str, value: Any) -> list[Any]:
+        return [json.loads(row) for row in self.exchange(what, json.dumps(value))]
 
     def key(self) -> int:
         """The number of the next message, or run, of all ranks."""

@@ -98,8 +98,7 @@ class Executable:
         check_wish(cuda_graphs, places)
         self.traced = traced
         self.placement = placement
-        self.graph = graph
-        self.cluster = cluster
+        self.graph, self.cluster, self.ranks = graph, cluster, ranks
         module: TracedModule = traced.module
         self.module = module
         self.family = module.family
@@ -116,15 +115,11 @@ class Executable:
         self._structure = structure
         self._instant = _instant(module, structure)
         self.batches, self.dimensions, self.own_loss = batches, dimensions, own_loss
-        self.ranks = ranks
+        self.state_devices = devices_of_state(module, placement.devices, named=ranks is not None)
         self._streams = ranks is None and any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self.state_devices = devices_of_state(module, placement.devices)
-        if ranks is not None:  # what the model does not name is everywhere
-            own = {*module.model.parameters(), *module.model.buffers()}
-            self.state_devices = {t: home for t, home in self.state_devices.items() if t in own}
         self.settle()
         bound = bind(module, structure, self.program, places, options)
         self._threads = threads

@@ -468,7 +468,7 @@ class PlacedState:
         """The result of a part that has no plan, on the device of its first argument."""
         if self.ranks is not None:
             raise ExecutionError(
-                f"{entry.path or type(self.model).__name__} cannot run whole, since its weights are "
+                f"{entry.path or type(self.model).__name__} cannot run whole, as its weights are "
                 f"at several ranks: {reason}"
             )
         own = [*entry.module.parameters(), *entry.module.buffers()]

@@ -67,7 +67,7 @@ def clip_grad_norm_(
     placed: nn.Module,
     max_norm: float,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 (as in torch)
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale the gradients of a placed model, on all ranks, to a norm of at most `max_norm`.
 
@@ -93,9 +93,8 @@ def clip_grad_norm_(
     named = list(state.every_parameter())
     places = {id(p): i for i, p in enumerate(named)}
     mine = [p for p in named if not p.is_meta and p.grad is not None]
-    norms = [
-        torch.linalg.vector_norm(p.grad.detach(), norm_type) for p in mine if p.grad is not None
-    ]
+    grads = [p.grad.detach() for p in mine if p.grad is not None]
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
     numbers = torch.tensor([places[id(p)] for p in mine], dtype=torch.int64)
     rows: list[tuple[int, torch.Tensor]] = []
     for rank in range(ranks.size):
@@ -107,7 +106,7 @@ def clip_grad_norm_(
     rows.sort(key=lambda row: row[0])
     kinds = dict.fromkeys(value.dtype for _, value in rows)
     ordered = [value for kind in kinds for _, value in rows if value.dtype == kind]
-    total = torch.linalg.vector_norm(torch.stack([*ordered]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "

@@ -296,15 +296,20 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield bytes_of(buffer[: len(part)].copy_(part))
 
 
-def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
+def devices_of_state(
+    module: TracedModule, devices: Sequence[int], *, named: bool = False
+) -> dict[torch.Tensor, int]:
     """Every parameter, buffer and constant with the logical device of the operators that own it.
 
-    `devices` are those of every operator, or of more.
+    `devices` are those of every operator, or of more; constants are left out where all are `named`.
     """
     homes: dict[torch.Tensor, int] = {}
     for nodes, device in zip(module.nodes, devices, strict=False):
         for tensor in _state_of(module, nodes):
             homes.setdefault(tensor, device)
+    if named:
+        own = {*module.model.parameters(), *module.model.buffers()}
+        return {tensor: home for tensor, home in homes.items() if tensor in own}
     return homes
 
 

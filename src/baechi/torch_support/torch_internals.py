@@ -206,10 +206,9 @@ def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[st
     return module._modules, module._parameters, module._buffers
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Any:
     """The store through which the processes of `torch.distributed` found each other."""
-    found: torch.distributed.Store = torch.distributed.distributed_c10d._get_default_store()
-    return found
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -203,10 +203,12 @@ class RecomputeInputs:
 
 
 def random_state(place: torch.device) -> torch.Tensor:
+    """The state of a device's random generator."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(place: torch.device, state: torch.Tensor) -> None:
+    """Let a device's random generator go on from a state."""
     if place.type == "cuda":
         torch.cuda.set_rng_state(state, place)
     else:

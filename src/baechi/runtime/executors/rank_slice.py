@@ -24,7 +24,7 @@ from baechi.program.rank_slices import (
     run_slice,
     slice_of,
 )
-from baechi.records.instructions import Copy, Free, Instruction, Place, Program
+from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step, random_state, set_random_state
 
@@ -125,7 +125,7 @@ class RankExecutor:
         if isinstance(row, Free):
             self.bound.frees[number][Place(row.tensor, row.device)].clear(steps[row.batch])
             return
-        assert not isinstance(row, Copy)
+        assert isinstance(row, Run)
         segment = phase.segments[row.segment]
         for index in segment.tapes:
             tape = self.bound.tapes[index]
