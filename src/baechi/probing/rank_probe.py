@@ -13,7 +13,7 @@ from torch import distributed
 from baechi.errors import InputError
 from baechi.probing.cluster_probe import free_bytes
 from baechi.probing.link_probe import fit_link
-from baechi.processes.messages import Message, receive, send
+from baechi.processes.tensor_messages import Message, receive, send
 from baechi.processes.world import TRANSPORTS, Ranks
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.torch_support.torch_devices import device_kind, usable_gpus

@@ -37,7 +37,7 @@ from baechi.processes.edges import (
     SlotSender,
     slots_for,
 )
-from baechi.processes.messages import Flag, Message, receive, send
+from baechi.processes.tensor_messages import Flag, Message, receive, send
 from baechi.records.cluster import Cluster
 from baechi.torch_support.torch_internals import default_store
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baechi.processes.messages import Message, receive, send
+from baechi.processes.tensor_messages import Message, receive, send
 from baechi.processes.world import Ranks
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.validation import check_is

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
-from baechi.processes.messages import Flag, Message, receive, send, try_send
+from baechi.processes.tensor_messages import Flag, Message, receive, send, try_send
 from baechi.processes.world import Ranks
 from baechi.program.rank_slices import (
     GENERATOR,
