@@ -486,6 +486,13 @@ class _Planner:
                 **microbatches,
             )
             special.wants_gradients = self.training
+            homes = {home for tensor, home in special.state_devices.items() if tensor.requires_grad}
+            idle = [str(rank) for rank in range(self.ranks.size) if rank not in homes]
+            if self.training and homes and idle:
+                self.say(
+                    f"no parameter is on rank {', '.join(idle)}, where optimizers will refuse an "
+                    "empty list: start fewer ranks"
+                )
             return special
         special = executable(
             *(traced, placement, None, graph, self.cluster),

@@ -18,7 +18,8 @@ import baechi
 
 SUPPORT = Path(rank_checks.__file__).parent
 LAST = ("an_error_of_one_rank_is_one_of_all", "ranks_that_do_different_things_are_told")
-TOGETHER = [name for name in rank_checks.CHECKS if name not in LAST]
+APART = (*LAST, "a_checkpoint_of_two_ranks_loads_here")
+TOGETHER = [name for name in rank_checks.CHECKS if name not in APART]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 
@@ -50,6 +51,7 @@ def begun(n: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 def outcome(n: int, folder: Path, *names: str) -> dict[str, list[str]]:
     """What each rank says of each check."""
+    folder.mkdir(exist_ok=True)
     processes = begun(n, str(SUPPORT / "rank_checks.py"), str(folder), *names)
     texts = [process.communicate(timeout=300)[0] for process in processes]
     found: dict[str, list[str]] = {}
@@ -70,6 +72,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
 @pytest.mark.parametrize("name", [*TOGETHER, LAST[0]])
 def test_two_ranks(name: str, two: Mapping[str, list[str]]) -> None:
     assert two.get(name) == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_checkpoint_of_two_ranks_loads_on_others(n: int, tmp_path: Path) -> None:
+    saved = outcome(2, tmp_path / "2", "a_checkpoint_is_that_of_the_whole_model")
+    assert saved == {"a_checkpoint_is_that_of_the_whole_model": ["", ""]}
+    loaded = outcome(n, tmp_path / "n", "a_checkpoint_of_two_ranks_loads_here")
+    assert loaded == {"a_checkpoint_of_two_ranks_loads_here": [""] * n}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from baechi.processes.world import Ranks
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
+CHECKPOINT = str(Path(sys.argv[1]).parent / "checkpoint") if __name__ == "__main__" else ""
 X = torch.arange(16).remainder(11).view(8, 2)
 T = torch.arange(16).remainder(7).view(8, 2)
 
@@ -209,6 +210,83 @@ def state_is_where_it_lives(ranks: Ranks) -> None:
     placed.load_state_dict({name: t - 1 for name, t in placed.state_dict().items()})
     with pytest.raises(RuntimeError, match="another"):
         placed.load_state_dict({**changed, "another": X})
+
+
+def trained(model: nn.Module, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for _ in range(steps):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A step, of the placed model or of one that is not."""
+    if isinstance(model, baechi.PlacedModule):
+        model.step(X, targets=T, loss=criterion)
+    else:
+        loop(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    rows = get_optimizer_state_dict(model, optimizer, options=flat)
+    return {"model": model.state_dict(), "optimizer": rows}
+
+
+def loaded_from(model: nn.Module, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model of a checkpoint, in whatever it is."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    state = state_of(model, optimizer)
+    checkpoint.load(state, checkpoint_id=CHECKPOINT, **options)
+    model.load_state_dict(state["model"])
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
+    return model, optimizer
+
+
+@check
+def a_checkpoint_is_that_of_the_whole_model(ranks: Ranks) -> None:
+    """Saved by these ranks; loaded by them in another placement, and into the unsplit model."""
+    from torch.distributed import checkpoint
+
+    model, plain = twins()
+    placed = place(model, ranks, 1, microbatches=2, example_args=(X,))
+    _, reference = trained(plain, 2)
+    checkpoint.save(state_of(*trained(placed, 2)), checkpoint_id=CHECKPOINT)
+    train(plain, reference)
+    for seed in (0, 5):
+        other = place(changed(Tied()), ranks, seed, microbatches=2, example_args=(X,))
+        assert other.placement.devices != placed.placement.devices
+        train(*loaded_from(other))
+        same_state(other, plain)
+    whole, optimizer = loaded_from(changed(Tied()), no_dist=True)
+    train(whole, optimizer)
+    assert same_state(whole, plain) == len(plain.state_dict())
+
+
+def changed(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model
+
+
+@check
+def a_checkpoint_of_two_ranks_loads_here(ranks: Ranks) -> None:
+    """On any number of ranks."""
+    _, plain = twins()
+    trained(plain, 3)
+    options = {"microbatches": 2, "example_args": (X,), "placer": "round-robin"}
+    model = place(changed(Tied()), ranks, **options)
+    train(*loaded_from(model))
+    assert same_state(model, plain) > 0
 
 
 @check
