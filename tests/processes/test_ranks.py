@@ -5,6 +5,7 @@ A start takes some seconds, so one serves many checks (`support/rank_checks.py`)
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,11 @@ import baechi
 
 SUPPORT = Path(rank_checks.__file__).parent
 LAST = ("an_error_of_one_rank_is_one_of_all", "ranks_that_do_different_things_are_told")
-APART = (*LAST, "a_checkpoint_of_two_ranks_loads_here")
+APART = (
+    *LAST,
+    "a_checkpoint_of_two_ranks_loads_here",
+    "steps_until_somebody_is_gone",
+)
 TOGETHER = [name for name in rank_checks.CHECKS if name not in APART]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
@@ -72,6 +77,55 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
 @pytest.mark.parametrize("name", [*TOGETHER, LAST[0]])
 def test_two_ranks(name: str, two: Mapping[str, list[str]]) -> None:
     assert two.get(name) == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_is_noticed(
+    end: signal.Signals, transport: str, tmp_path: Path
+) -> None:
+    name, before = "steps_until_somebody_is_gone", shared_memory()
+    script = str(SUPPORT / "rank_checks.py")
+    processes = begun(2, script, str(tmp_path), name, transport)
+    try:
+        for _ in range(3):
+            line = processes[1].stdout.readline()  # type: ignore[union-attr]
+            assert line, processes[0].communicate()
+        processes[1].send_signal(end)
+        text, _ = processes[0].communicate(timeout=120)
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+    assert json.loads((tmp_path / "0.json").read_text()) == {name: ""}, text
+    assert shared_memory() == before
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("baechi*")}
+
+
+@pytest.mark.slow
+def test_a_launcher_restarts_all_from_a_checkpoint(tmp_path: Path) -> None:
+    """A training in which rank 1 kills itself has the losses of one in which it does not."""
+    losses = []
+    for name, *killed_at in (("whole",), ("killed", "2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", str(SUPPORT / "rank_training.py"), str(folder), "4"]
+        run = subprocess.run(
+            [*command, *killed_at],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        assert ("Signal 9" in run.stderr or "exitcode: -9" in run.stderr) == bool(killed_at)
+        losses.append((folder / "losses").read_text())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow

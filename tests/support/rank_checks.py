@@ -9,6 +9,7 @@ goes to `FOLDER/RANK.json`: by check a text, empty where all is as it should be.
 import copy
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from baechi.processes.world import Ranks
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
+TIMEOUT_S = 10
 CHECKPOINT = str(Path(sys.argv[1]).parent / "checkpoint") if __name__ == "__main__" else ""
 X = torch.arange(16).remainder(11).view(8, 2)
 T = torch.arange(16).remainder(7).view(8, 2)
@@ -326,11 +328,32 @@ def ranks_that_do_different_things_are_told(ranks: Ranks) -> None:
         placed(X[: 8 - 4 * (ranks.rank == 1)])
 
 
+@check
+def steps_until_somebody_is_gone(ranks: Ranks) -> None:
+    """The last check: the test ends or stops a rank."""
+    placed = place(Tied(), ranks, 1, microbatches=4)
+    began = time.monotonic()
+
+    def steps() -> None:
+        nonlocal began
+        while True:
+            began = time.monotonic()
+            placed.step(X, targets=T, loss=criterion)
+            sys.stdout.write("step\n")
+            sys.stdout.flush()
+
+    with pytest.raises(baechi.ExecutionError, match=r"rank 1 is gone|for rank 1, which is stopped"):
+        steps()
+    assert time.monotonic() - began < 3 * TIMEOUT_S + 5
+    with pytest.raises(baechi.ExecutionError, match="No rank goes on"):
+        placed.step(X, targets=T, loss=criterion)
+
+
 def main() -> None:
     folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    options = {"transport": "gloo"} if "gloo" in names else {}
-    ranks = baechi.ranks(memory="8GiB", **options)
+    options: Any = {"transport": "gloo"} if "gloo" in names else {}
+    ranks = baechi.ranks(memory="8GiB", timeout_s=TIMEOUT_S, **options)
     found = {}
     for name in names or CHECKS:
         if name in CHECKS:

@@ -39,7 +39,11 @@ def main(folder: Path, steps: int, killed_at: int = -1) -> None:
         placed.load_state_dict(state["model"])
         sd.set_optimizer_state_dict(placed, optimizer, state["optimizer"], options=FLAT)
     for step in range(done, steps):
-        if step == killed_at and ranks.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if (
+            step == killed_at
+            and ranks.rank == 1
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         losses[step] = placed.step(X, targets=T, loss=criterion)
         optimizer.step()

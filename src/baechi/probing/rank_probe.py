@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from baechi.errors import InputError
 from baechi.probing.cluster_probe import free_bytes
@@ -22,6 +24,7 @@ from baechi.validation import check_choice, check_positive
 
 _SIZES: Final = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 _ROUND_TRIPS: Final = 12
+_ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
 
 
 def ranks(
@@ -57,7 +60,12 @@ def ranks(
                 "baechi.ranks() is for processes that a launcher started, and this one has no RANK "
                 "in its environment: torchrun --nproc-per-node 2 train.py."
             )
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        # One store serves all attempts of a launcher that restarts ranks, and what an earlier one
+        # left there makes torch hang (pytorch#135712): so each has names of its own.
+        store, rank, size = next(rendezvous("env://"))
+        store = PrefixStore(f"attempt {os.environ.get(_ATTEMPT, '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
         atexit.register(_leave)
     local = int(os.environ.get("LOCAL_RANK", distributed.get_rank()))
     place = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")

@@ -74,7 +74,7 @@ class Ranks:
         self.places = tuple(device if rank == self.rank else meta for rank in range(self.size))
         self._store = default_store()
         self._round = self._messages = 0
-        # Those of several worlds of a job have names of their own.
+        # Several of a job have names of their own.
         self._name = f"baechi/{self._store.add(f'baechi/{self.rank}', 1)}"
         self._group = distributed.new_group(backend="gloo", timeout=_FOREVER)
         self._transport = transport
