@@ -8,26 +8,30 @@
 Between ranks of a host slots are shared memory, and a byte in a pipe says that one is ready or
 free: the kernel wakes who waits, and a pipe ends when the process at its other end does. Files and
 pipes have no name any more once both ends have them open, so nothing is left however a rank ends.
-Across hosts each end has slots of its own, and gloo brings what is in them.
+Across hosts gloo brings blocks of memory.
 """
 
 import mmap
 import os
-import queue
 import select
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, final
 
 import torch
 from torch import distributed
 
+from baechi.errors import ExecutionError
 from baechi.torch_support.storages import bytes_of
 
 SLOT_BYTES: Final = 1 << 18
 _LEAST_SLOTS: Final = 8
+_FIRST_BYTES: Final = 1 << 14
+_COUNT_BYTES: Final = 8
+_BLOCKS: Final = 6  # under way on an edge of gloo
 _LOOK_S: Final = 0.25  # how often who waits looks whether another rank has failed
 
 
@@ -266,68 +270,123 @@ class SharedMemory:
 
 
 @final
-class GlooSlots:
-    """One end's slots, whose contents gloo brings; a thread waits for it.
+class _Gloo:
+    """Blocks of bytes by gloo, one way, between two ranks that have a group for it.
 
-    gloo's own waiting cannot be interrupted without breaking all connections.
+    A broadcast in a group of two: unlike with `isend`, one sees that it is done without waiting for
+    it, and gloo's waiting cannot be ended without breaking all of its connections.
     """
 
-    def __init__(self, n: int, peer: int, group: Any, watch: Watch, *, sends: bool) -> None:
-        self._slots = [torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in range(n)]
-        self._views = [bytes_of(slot) for slot in self._slots]
-        self._peer, self._group, self._watch = peer, group, watch
-        self._next, self._n = 0, n
-        self._ready: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._broken = False
-        self._work: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        for slot in range(n):
-            if sends:
-                self._ready.put(None)
-            else:
-                self._work.put((slot, SLOT_BYTES))
-        move = self._sent if sends else self._received
-        threading.Thread(target=self._serve, args=(move,), daemon=True).start()
+    def __init__(self, src: int, group: Any, peer: int, watch: Watch) -> None:
+        self._src, self._group, self._peer, self._watch = src, group, peer, watch
 
-    def _sent(self, part: torch.Tensor) -> None:
-        distributed.send(part, group=self._group, group_dst=self._peer)
-
-    def _received(self, part: torch.Tensor) -> None:
-        distributed.recv(part, group=self._group, group_src=self._peer)
-
-    def _serve(self, move: Callable[[torch.Tensor], None]) -> None:
+    def begun(self, block: torch.Tensor) -> Any:
         try:
-            while (row := self._work.get()) is not None:
-                slot, nbytes = row
-                move(self._slots[slot][:nbytes])  # a shorter message may come than was asked for
-                self._ready.put(None)
-        except BaseException:  # the connection is closed
-            self._broken = True
-            self._ready.put(None)  # wakes who waits
-
-    def count(self) -> int:
-        """How many can be had at once."""
-        if self._broken:
+            return distributed.broadcast(block, self._src, self._group, async_op=True)
+        except RuntimeError:
             self._watch.lost(self._peer)
-        return self._ready.qsize()
 
-    def take(self) -> memoryview:
-        """The next one; waits for it."""
-        since = time.monotonic()
-        while True:
-            try:
-                self._ready.get(timeout=_LOOK_S)
-            except queue.Empty:
+    def is_done(self, work: Any) -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError:
+            self._watch.lost(self._peer)
+        return True
+
+    def await_done(self, work: Any) -> None:
+        since = looked = time.monotonic()
+        while not self.is_done(work):
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
                 self._watch.look(self._peer, since)
-                continue
-            if self._broken and not self._ready.qsize():
-                self._watch.lost(self._peer)
-            return self._views[self._next]
+                looked = now
+            time.sleep(2e-5 if now - since < 0.01 else 5e-4)
 
-    def give(self, nbytes: int) -> None:
-        """Hand the slot that was taken to the other end, or let it be filled again."""
-        self._work.put((self._next, nbytes or SLOT_BYTES))
-        self._next = (self._next + 1) % self._n
+
+@final
+class GlooSender:
+    """Messages as a block of a fixed size, which begins with theirs, and a second one if need be.
+
+    Args:
+        group: Of this rank and its peer, for this direction.
+        src: This rank.
+        peer: The other one.
+        watch: Looks after it.
+    """
+
+    def __init__(self, group: Any, src: int, peer: int, watch: Watch) -> None:
+        self._gloo = _Gloo(src, group, peer, watch)
+        self._works: deque[tuple[Any, torch.Tensor]] = deque()  # that may not be done yet
+
+    def room(self) -> int:
+        """Bytes that can be sent without waiting."""
+        while self._works and self._gloo.is_done(self._works[0][0]):
+            self._works.popleft()
+        return sys.maxsize if len(self._works) < _BLOCKS else 0
+
+    def send(self, parts: Iterable[memoryview]) -> None:
+        """Send a message."""
+        while not self.room():
+            self._gloo.await_done(self._works[0][0])
+        rows = list(parts)
+        total = sum(map(len, rows))
+        block = torch.empty(max(_FIRST_BYTES, _COUNT_BYTES + total), dtype=torch.uint8)
+        view, at = bytes_of(block), _COUNT_BYTES
+        view[:at] = total.to_bytes(at, "little")
+        for part in rows:
+            view[at : at + len(part)] = part
+            at += len(part)
+        for piece in (block[:_FIRST_BYTES], block[_FIRST_BYTES:at]):
+            if len(piece):
+                self._works.append((self._gloo.begun(piece), block))
 
     def close(self) -> None:
-        """Let the thread end, once gloo lets go of it."""
-        self._work.put(None)
+        """Nothing: gloo lets go of what it has to send."""
+
+
+@final
+class GlooReceiver:
+    """The other end of a `GlooSender`, with its arguments; `src` is the peer."""
+
+    def __init__(self, group: Any, src: int, peer: int, watch: Watch) -> None:
+        self._gloo, self._peer, self._watch = _Gloo(src, group, peer, watch), peer, watch
+        self._first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        self._work = self._gloo.begun(self._first)
+        self._views: list[memoryview] = []  # of the message that is being read
+
+    def receive(self, into: memoryview) -> None:
+        """The next bytes of a message, or the first of the next one."""
+        if not self._views:
+            self._gloo.await_done(self._work)
+            view = bytes_of(self._first)
+            total = int.from_bytes(view[:_COUNT_BYTES], "little")
+            self._views = [view[_COUNT_BYTES : _COUNT_BYTES + total]]
+            rest = _COUNT_BYTES + total - _FIRST_BYTES
+            if rest > 0:
+                block = torch.empty(rest, dtype=torch.uint8)
+                self._gloo.await_done(self._gloo.begun(block))
+                self._views.append(bytes_of(block))
+        done = 0
+        while done < len(into):
+            if not self._views:
+                raise ExecutionError(f"rank {self._peer} sent too little.")
+            view = self._views[0]
+            n = min(len(view), len(into) - done)
+            into[done : done + n] = view[:n]
+            done, self._views[0] = done + n, view[n:]
+            if not len(self._views[0]) and len(self._views) > 1:
+                del self._views[0]
+
+    def end(self) -> None:
+        """Be done with a message."""
+        self._views = []
+        self._work = self._gloo.begun(self._first)
+
+    def look(self) -> None:
+        """Raise an error if the other end is gone."""
+        self._gloo.is_done(self._work)
+
+    def close(self) -> None:
+        """Nothing: gloo lets go of what it waits for when the process ends."""

@@ -27,13 +27,13 @@ from baechi import errors
 from baechi.errors import BaechiError, ExecutionError, InfeasibleError, InputError
 from baechi.processes.edges import (
     SLOT_BYTES,
-    GlooSlots,
+    GlooReceiver,
+    GlooSender,
     Receiver,
     Sender,
     SharedMemory,
     SharedSlots,
     SlotReceiver,
-    Slots,
     SlotSender,
     slots_for,
 )
@@ -43,7 +43,7 @@ from baechi.torch_support.torch_internals import default_store
 
 TRANSPORTS: Final = ("auto", "gloo")
 # Who is told of a failure waits so long for its reason.
-_REASON_S: Final = 3.0
+_REASON_S: Final = 2.0
 # For what is decided once: another rank may trace, measure and solve meanwhile.
 _DECISION_S: Final = 3_600.0
 _LATER: Final = "Restart all ranks, from a checkpoint: torchrun does with --max-restarts."
@@ -76,8 +76,9 @@ class Ranks:
         self._round = self._messages = 0
         # Several of a job have names of their own.
         self._name = f"baechi/{self._store.add(f'baechi/{self.rank}', 1)}"
-        self._group = distributed.new_group(backend="gloo", timeout=_FOREVER)
         self._transport = transport
+        self._groups: dict[tuple[int, int], Any] = {}  # of gloo, for each direction of a pair
+        self._gloo: dict[int, tuple[GlooReceiver, GlooSender]] = {}
         self._nbytes = 0
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
@@ -244,11 +245,21 @@ class Ranks:
         self.senders, self.receivers = {}, {}
         self._nbytes = n * SLOT_BYTES
         shared = self._shared() if self._transport == "auto" else {}
-        for peer in self.others:
-            pair: Sequence[Slots] = shared.get(peer, ()) or [
-                GlooSlots(n, peer, self._group, self, sends=sends) for sends in (False, True)
-            ]
-            self.receivers[peer], self.senders[peer] = SlotReceiver(pair[0]), SlotSender(pair[1])
+        me, others = self.rank, self.others
+        for peer, (receiving, sending) in shared.items():
+            self.receivers[peer], self.senders[peer] = SlotReceiver(receiving), SlotSender(sending)
+        if not self._groups and len(shared) < len(others):
+            # A group is made by all ranks; one for each direction, made in one order.
+            pairs = [(a, b) for a in range(self.size) for b in range(self.size) if a != b]
+            for pair in pairs:
+                self._groups[pair] = distributed.new_group(
+                    sorted(pair), backend="gloo", timeout=_FOREVER
+                )
+        for peer in (rank for rank in others if rank not in shared):
+            if peer not in self._gloo:
+                receiver = GlooReceiver(self._groups[peer, me], peer, peer, self)
+                self._gloo[peer] = receiver, GlooSender(self._groups[me, peer], me, peer, self)
+            self.receivers[peer], self.senders[peer] = self._gloo[peer]
 
     def _shared(self) -> Mapping[int, tuple[SharedSlots, SharedSlots]]:
         """The slots from and to every rank with which this one shares memory."""
