@@ -159,8 +159,11 @@ def streams_are_calls(ranks: Ranks) -> None:
     model, plain = twins()
     placed = place(model.eval(), ranks, training=False)
     requests = [(X + i) % 11 for i in range(6)]
-    for y, x in zip(placed.stream(requests, in_flight=3), requests, strict=True):
-        equal(y, plain.eval()(x).detach(), "a request")
+    stream = placed.stream(requests, in_flight=3)
+    equal(next(stream), plain.eval()(requests[0]).detach(), "the first request")
+    equal(placed(X), plain(X).detach(), "a call in between, which waits for those under way")
+    for y, x in zip(stream, requests[1:], strict=True):
+        equal(y, plain(x).detach(), "a request")
 
 
 @check

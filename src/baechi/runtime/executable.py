@@ -28,7 +28,7 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.rank_slice import RankExecutor
+from baechi.runtime.executors.rank_slice import RankCall, RankExecutor
 from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
@@ -455,14 +455,15 @@ class Executable:
         """True if such calls may be under way side by side, on workers."""
         executor = self._executor
         workers = isinstance(executor, CpuExecutor) and executor.threads is not None
+        workers = workers or isinstance(executor, RankExecutor)
         plain = self._modes is None and not self.observed and not call.objects
         return workers and plain and self.unsplit_on is None and self._is_pure
 
-    def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall:
+    def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall | RankCall:
         """Begin a call without gradients, beside up to `in_flight - 1` others."""
         self._state_guard.check()
         executor = self._executor
-        assert isinstance(executor, CpuExecutor)
+        assert isinstance(executor, CpuExecutor | RankExecutor)
         calls = [self._carrying(call) for call in calls]
         self._check_memory(calls[0], in_flight)
         with torch.no_grad():

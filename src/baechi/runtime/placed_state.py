@@ -42,6 +42,7 @@ from baechi.runtime.batched_calls import (
 )
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cpu_workers import RunningCall
+from baechi.runtime.executors.rank_slice import RankCall
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.weights import move
@@ -180,7 +181,7 @@ class PlacedState:
         self.lock = CallLock()
         self.meter: Meter | None = None
         # Calls of streams; what changes weights or state waits for them.
-        self.underway: WeakSet[RunningCall] = WeakSet()
+        self.underway: WeakSet[RunningCall | RankCall] = WeakSet()
         self._streaming: Executable | None = None  # whose they are
         # What is read from files comes to several devices at once, and leaves them for the host.
         self.loaded = any(tensor.is_meta for tensor in self._tensors())

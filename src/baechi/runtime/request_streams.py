@@ -12,6 +12,7 @@ from typing import Any, NoReturn, final
 import torch
 
 from baechi.runtime.executors.cpu_workers import RunningCall
+from baechi.runtime.executors.rank_slice import RankCall
 from baechi.runtime.placed_state import PlacedState
 
 
@@ -70,7 +71,7 @@ class Stream(Iterator[Any]):
         state = self._state
         with torch.no_grad():
             found = state.run(state.root, args, kwargs, self._call, self._in_flight)
-        return found.end if isinstance(found, RunningCall) else lambda: found
+        return found.end if isinstance(found, RunningCall | RankCall) else lambda: found
 
 
 def _fail(error: Exception) -> NoReturn:

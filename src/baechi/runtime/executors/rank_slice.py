@@ -7,7 +7,10 @@
 results go to all ranks, and the state of the random generator where somebody drew from it.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -63,6 +66,7 @@ class RankExecutor:
         self.bound = bound
         self._program, self._ranks = program, ranks
         self._phases = [_Phase(program, i, ranks, random) for i in range(len(program.phases))]
+        self._pending: deque[RankCall] = deque()
         self._owners = sorted({row.device for row in bound.results.values()})
         ranks.reserve(message_bytes)
 
@@ -78,15 +82,37 @@ class RankExecutor:
         Raises:
             ExecutionError: An operator failed, here or on another rank; or a rank is gone.
         """
-        ranks = self._ranks
-        ranks.check()
-        try:
+        with self._telling():
             self._run(steps, phase)
             if phase == 0:
                 self._share_results(steps)
             self._share_generator(self._phases[phase].drawn)
+
+    def begin(self, steps: Sequence[Step], finish: Callable[[], Any]) -> "RankCall":
+        """Run the slice of a forward, whose results come when they are asked for.
+
+        So a rank that has done its part goes on with later calls.
+        """
+        with self._telling():
+            self._run(steps, 0)
+        call = RankCall(self, steps, finish)
+        self._pending.append(call)
+        return call
+
+    def end(self, call: "RankCall") -> None:
+        """Give all ranks the results of a call, after those of all before it."""
+        with self._telling():
+            while call in self._pending:
+                self._share_results(self._pending.popleft().steps)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Every rank learns of an error inside."""
+        self._ranks.check()
+        try:
+            yield
         except BaseException as error:
-            ranks.tell(error)
+            self._ranks.tell(error)
             raise
 
     def _run(self, steps: Sequence[Step], number: int) -> None:
@@ -184,6 +210,25 @@ class RankExecutor:
             (state,), _ = self._ranks.share(owner, [random_state(device)])
             assert state is not None
             set_random_state(device, state.cpu())
+
+
+@final
+@dataclass(eq=False)
+class RankCall:
+    """A forward under way on several ranks; this one has done its part."""
+
+    executor: RankExecutor
+    steps: Sequence[Step]
+    finish: Callable[[], Any]
+
+    def wait(self) -> None:
+        """Return when its results are here."""
+        self.executor.end(self)
+
+    def end(self) -> Any:
+        """What `finish` returns then."""
+        self.wait()
+        return self.finish()
 
 
 def _sent(step: Step, moves: Moves, key: tuple[int, ...]) -> Message:
