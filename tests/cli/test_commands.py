@@ -30,7 +30,7 @@ from baechi.traced.traced_model import Traced
 
 COMMANDS = (
     *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
-    *("serve", "cluster"),
+    *("serve", "cluster", "run"),
 )
 MODEL = """
 import torch
@@ -539,3 +539,25 @@ def test_python_m_baechi_runs_and_returns_its_code():
     assert done.stdout == f"baechi {baechi.__version__}\n"
     done = subprocess.run([*command, "estimate"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.ranks
+def test_a_plan_says_how_many_processes_a_script_gets(tmp_path):
+    baechi.dump(Placement("", (0, 2, 1), (0, 1, 2)), tmp_path / "plan.json")
+    lines = (
+        "import os, pathlib, sys",
+        "name = os.environ['RANK'] + '-' + os.environ['WORLD_SIZE']",
+        "pathlib.Path(sys.argv[2], name).touch()",
+        "sys.exit(int(os.environ['RANK'] == '9'))",
+    )
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    words = (
+        "run",
+        str(tmp_path / "plan.json"),
+        str(tmp_path / "train.py"),
+        "--into",
+        str(tmp_path),
+    )
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert {path.name for path in tmp_path.glob("*-3")} == {"0-3", "1-3", "2-3"}
+    assert CliRunner().invoke(app, ("run", words[1], "none.py")).exit_code != 0

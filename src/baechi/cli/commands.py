@@ -4,6 +4,8 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -388,6 +390,26 @@ def demo(
 
 
 app.command("cluster")(simulate_jobs)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    ctx: typer.Context,
+    placement: PlacementArgument,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script of ranks.")],
+) -> None:
+    """Start a script in as many processes as a placement has devices.
+
+    It is `torchrun` with that number. The script places its model on `baechi.ranks()`; what follows
+    it on the command line is its own. For example:
+
+        baechi run plan.json train.py --epochs 3
+    """
+    if not script.is_file():
+        raise InputError(f"there is no script {script}.")
+    n = max(load(placement, Placement).devices, default=0) + 1
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n)]
+    raise typer.Exit(subprocess.run([*launcher, script, *ctx.args], check=False).returncode)
 
 
 def _targets(devices: list[str]) -> Any:
