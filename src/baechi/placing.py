@@ -1,5 +1,6 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -486,6 +487,12 @@ class _Planner:
                 **microbatches,
             )
             special.wants_gradients = self.training
+            text = special.program.explain()
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            self.ranks.compare("the program", digest, text.splitlines)
+            rhythm, schedule = special.rhythm, cast(Schedule, special.schedule)
+            step_ns = schedule.makespan_ns if rhythm is None else rhythm.step_ns
+            self.ranks.step_ns = max(self.ranks.step_ns, step_ns)
             homes = {home for tensor, home in special.state_devices.items() if tensor.requires_grad}
             idle = [str(rank) for rank in range(self.ranks.size) if rank not in homes]
             if self.training and homes and idle:

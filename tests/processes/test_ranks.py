@@ -23,6 +23,7 @@ APART = (
     *LAST,
     "a_checkpoint_of_two_ranks_loads_here",
     "steps_until_somebody_is_gone",
+    "replicas_have_the_mean",
 )
 TOGETHER = [name for name in rank_checks.CHECKS if name not in APART]
 
@@ -126,6 +127,12 @@ def test_a_launcher_restarts_all_from_a_checkpoint(tmp_path: Path) -> None:
         assert ("Signal 9" in run.stderr or "exitcode: -9" in run.stderr) == bool(killed_at)
         losses.append((folder / "losses").read_text())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_replicas_have_the_mean_of_their_gradients(n: int, tmp_path: Path) -> None:
+    assert outcome(n, tmp_path, "replicas_have_the_mean") == {"replicas_have_the_mean": [""] * n}
 
 
 @pytest.mark.slow

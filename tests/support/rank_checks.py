@@ -295,6 +295,33 @@ def a_checkpoint_of_two_ranks_loads_here(ranks: Ranks) -> None:
 
 
 @check
+def replicas_have_the_mean(ranks: Ranks) -> None:
+    """Each has a part of the batch; two steps whose gradients are added, and a call."""
+    model, plain = twins()
+    other = copy.deepcopy(plain)
+    placed = place(model, ranks, microbatches=2)
+    halves = [*zip(X.chunk(2), T.chunk(2), strict=True)]
+    x, t = halves[ranks.first // ranks.size]
+    for _ in range(2):
+        placed.step(x, targets=t, loss=criterion)
+        for each, half in zip((plain, other), halves, strict=True):
+            loop(each, 2, *half)
+    means = {}
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        means[name] = (one.grad + two.grad) / 2
+    for name, parameter in placed.named_parameters():
+        torch.testing.assert_close(parameter.grad, means[name], rtol=1e-6, atol=1e-7)
+    placed.zero_grad(), plain.zero_grad(), other.zero_grad()
+    criterion(placed(x), t).backward()
+    for each, half in zip((plain, other), halves, strict=True):
+        y = torch.cat([each(c) for c in half[0].chunk(2)])
+        criterion(y, half[1]).backward()
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        if name in dict(placed.named_parameters()):
+            equal(dict(placed.named_parameters())[name].grad, (one.grad + two.grad) / 2, name)
+
+
+@check
 def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
     usual = ranks.cluster
     rows = tuple(replace(device, memory_bytes=64) for device in usual.devices)
@@ -356,6 +383,7 @@ def main() -> None:
     folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
     options: Any = {"transport": "gloo"} if "gloo" in names else {}
+    options |= {"replicas": 2} if "replicas_have_the_mean" in names else {}
     ranks = baechi.ranks(memory="8GiB", timeout_s=TIMEOUT_S, **options)
     found = {}
     for name in names or CHECKS:
@@ -366,7 +394,7 @@ def main() -> None:
             except Exception:
                 found[name] = traceback.format_exc()
                 break
-    Path(folder, f"{ranks.rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{ranks.first + ranks.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def ranks(
     memory: int | str | None = None,
     timeout_s: int = 60,
     transport: str = "auto",
+    replicas: int = 1,
 ) -> Ranks:
     """The ranks of this job as devices for `place`: one logical device in each process.
 
@@ -46,12 +47,14 @@ def ranks(
             give up with an error.
         transport: `"auto"` is shared memory between ranks of a host and gloo between hosts;
             `"gloo"` is gloo alone.
+        replicas: Number of copies of the model, each on as many consecutive ranks. Each gets a
+            batch of its own, and gradients are the mean over all.
 
     Raises:
         InputError: No launcher has started this process, or an argument is wrong.
     """
     check_choice(transport, TRANSPORTS, "transport")
-    check_positive(timeout_s, "timeout_s")
+    check_positive(timeout_s, "timeout_s"), check_positive(replicas, "replicas")
     capacity = None if memory is None else parse_bytes(memory, what="memory")
     gpus, _ = usable_gpus()
     if not distributed.is_initialized():
@@ -71,12 +74,20 @@ def ranks(
     place = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    found = Ranks(place, timeout_s, transport)
+    if distributed.get_world_size() % replicas:
+        raise InputError(
+            f"{distributed.get_world_size()} ranks cannot hold {replicas} replicas of equal size; "
+            f"start a multiple of {replicas} ranks."
+        )
+    found = Ranks(place, timeout_s, transport, replicas)
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_bytes(place, -(-beside // max(gpus, 1))) if capacity is None else capacity
     told = found.exchange("devices", json.dumps([device_kind(place), free]))
-    rows = enumerate(map(json.loads, told))
-    devices = tuple(Device(f"rank{rank}", nbytes, kind=kind) for rank, (kind, nbytes) in rows)
+    rows = [json.loads(row) for row in told]
+    devices = tuple(
+        Device(f"rank{rank}", min(row[1] for row in rows[rank :: found.size]), kind=rows[rank][0])
+        for rank in range(found.size)
+    )
     found.cluster = Cluster(devices, _links(found))
     return found
 

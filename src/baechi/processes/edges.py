@@ -270,39 +270,59 @@ class SharedMemory:
 
 
 @final
-class _Gloo:
-    """Blocks of bytes by gloo, one way, between two ranks that have a group for it.
+class Work:
+    """Something that torch.distributed does meanwhile.
 
-    A broadcast in a group of two: unlike with `isend`, one sees that it is done without waiting for
-    it, and gloo's waiting cannot be ended without breaking all of its connections.
+    One looks whether it is done and never waits: gloo's own waiting cannot be ended without
+    breaking all of its connections.
+
+    Args:
+        work: Torch's handle of it.
+        peer: The rank that takes part.
+        watch: Looks after it.
     """
 
-    def __init__(self, src: int, group: Any, peer: int, watch: Watch) -> None:
-        self._src, self._group, self._peer, self._watch = src, group, peer, watch
+    def __init__(self, work: Any, peer: int, watch: Watch) -> None:
+        self._work, self._peer, self._watch = work, peer, watch
 
-    def begun(self, block: torch.Tensor) -> Any:
-        try:
-            return distributed.broadcast(block, self._src, self._group, async_op=True)
-        except RuntimeError:
-            self._watch.lost(self._peer)
-
-    def is_done(self, work: Any) -> bool:
-        if not work.is_completed():
+    @property
+    def is_done(self) -> bool:
+        """True if it has ended; an error if it cannot."""
+        if not self._work.is_completed():
             return False
         try:
-            work.wait()
+            self._work.wait()
         except RuntimeError:
             self._watch.lost(self._peer)
         return True
 
-    def await_done(self, work: Any) -> None:
+    def wait(self) -> None:
+        """Return when it is done."""
         since = looked = time.monotonic()
-        while not self.is_done(work):
+        while not self.is_done:
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 self._watch.look(self._peer, since)
                 looked = now
             time.sleep(2e-5 if now - since < 0.01 else 5e-4)
+
+
+@final
+class _Gloo:
+    """Blocks of bytes by gloo, one way, between two ranks that have a group for it.
+
+    Each is a broadcast in a group of two: torch does not tell when an `isend` is done.
+    """
+
+    def __init__(self, src: int, group: Any, peer: int, watch: Watch) -> None:
+        self._src, self._group, self._peer, self._watch = src, group, peer, watch
+
+    def begun(self, block: torch.Tensor) -> Work:
+        try:
+            work = distributed.broadcast(block, self._src, self._group, async_op=True)
+        except RuntimeError:
+            self._watch.lost(self._peer)
+        return Work(work, self._peer, self._watch)
 
 
 @final
@@ -318,18 +338,18 @@ class GlooSender:
 
     def __init__(self, group: Any, src: int, peer: int, watch: Watch) -> None:
         self._gloo = _Gloo(src, group, peer, watch)
-        self._works: deque[tuple[Any, torch.Tensor]] = deque()  # that may not be done yet
+        self._works: deque[tuple[Work, torch.Tensor]] = deque()  # that may not be done yet
 
     def room(self) -> int:
         """Bytes that can be sent without waiting."""
-        while self._works and self._gloo.is_done(self._works[0][0]):
+        while self._works and self._works[0][0].is_done:
             self._works.popleft()
         return sys.maxsize if len(self._works) < _BLOCKS else 0
 
     def send(self, parts: Iterable[memoryview]) -> None:
         """Send a message."""
         while not self.room():
-            self._gloo.await_done(self._works[0][0])
+            self._works[0][0].wait()
         rows = list(parts)
         total = sum(map(len, rows))
         block = torch.empty(max(_FIRST_BYTES, _COUNT_BYTES + total), dtype=torch.uint8)
@@ -351,7 +371,7 @@ class GlooReceiver:
     """The other end of a `GlooSender`, with its arguments; `src` is the peer."""
 
     def __init__(self, group: Any, src: int, peer: int, watch: Watch) -> None:
-        self._gloo, self._peer, self._watch = _Gloo(src, group, peer, watch), peer, watch
+        self._gloo, self._peer = _Gloo(src, group, peer, watch), peer
         self._first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._work = self._gloo.begun(self._first)
         self._views: list[memoryview] = []  # of the message that is being read
@@ -359,14 +379,14 @@ class GlooReceiver:
     def receive(self, into: memoryview) -> None:
         """The next bytes of a message, or the first of the next one."""
         if not self._views:
-            self._gloo.await_done(self._work)
+            self._work.wait()
             view = bytes_of(self._first)
             total = int.from_bytes(view[:_COUNT_BYTES], "little")
             self._views = [view[_COUNT_BYTES : _COUNT_BYTES + total]]
             rest = _COUNT_BYTES + total - _FIRST_BYTES
             if rest > 0:
                 block = torch.empty(rest, dtype=torch.uint8)
-                self._gloo.await_done(self._gloo.begun(block))
+                self._gloo.begun(block).wait()
                 self._views.append(bytes_of(block))
         done = 0
         while done < len(into):
@@ -386,7 +406,7 @@ class GlooReceiver:
 
     def look(self) -> None:
         """Raise an error if the other end is gone."""
-        self._gloo.is_done(self._work)
+        _ = self._work.is_done
 
     def close(self) -> None:
         """Nothing: gloo lets go of what it waits for when the process ends."""

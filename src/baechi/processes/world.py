@@ -35,6 +35,7 @@ from baechi.processes.edges import (
     SharedSlots,
     SlotReceiver,
     SlotSender,
+    Work,
     slots_for,
 )
 from baechi.processes.tensor_messages import Flag, Message, receive, send
@@ -56,9 +57,13 @@ _FAILURE: Final = "failure"
 class Ranks:
     """The ranks of a job, each with one logical device; `baechi.ranks()` makes them.
 
+    Of replicas each has a copy of the model, over consecutive ranks of the job.
+
     Attributes:
-        rank: Of this process, from 0.
+        rank: Of this process among those of its replica, from 0.
         size: Their number.
+        replicas: The number of replicas.
+        first: The rank in the job that is this replica's rank 0.
         device: The torch device of this one.
         places: The torch device of every logical device: meta but for this one's.
         timeout_s: How long a rank may take beyond the longest predicted step.
@@ -67,15 +72,20 @@ class Ranks:
 
     cluster: Cluster
 
-    def __init__(self, device: torch.device, timeout_s: int, transport: str) -> None:
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+    def __init__(
+        self, device: torch.device, timeout_s: int, transport: str, replicas: int = 1
+    ) -> None:
+        self._me, self._all = distributed.get_rank(), distributed.get_world_size()
+        self.size, self.replicas = self._all // replicas, replicas
+        self.rank = self._me % self.size
+        self.first = self._me - self.rank
         self.device, self.timeout_s, self.step_ns = device, timeout_s, 0
         meta = torch.device("meta")
         self.places = tuple(device if rank == self.rank else meta for rank in range(self.size))
         self._store = default_store()
         self._round = self._messages = 0
         # Several of a job have names of their own.
-        self._name = f"baechi/{self._store.add(f'baechi/{self.rank}', 1)}"
+        self._name = f"baechi/{self._store.add(f'baechi/{self._me}', 1)}"
         self._transport = transport
         self._groups: dict[tuple[int, int], Any] = {}  # of gloo, for each direction of a pair
         self._gloo: dict[int, tuple[GlooReceiver, GlooSender]] = {}
@@ -83,10 +93,17 @@ class Ranks:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._failed = ""
+        # Of what is the same rank in all replicas.
+        alike = [list(range(rank, self._all, self.size)) for rank in range(self.size)]
+        self._alike: Any = None
+        for rank, row in enumerate(alike if replicas > 1 else []):
+            group = distributed.new_group(row, timeout=_FOREVER)
+            self._alike = group if rank == self.rank else self._alike
         self.reserve(0)
 
     def __repr__(self) -> str:
-        return f"Ranks({self.size} ranks, this is {self.rank}, on {self.device})"
+        copies = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"Ranks({self._all} ranks{copies}, this is {self._me}, on {self.device})"
 
     @property
     def others(self) -> list[int]:
@@ -96,31 +113,36 @@ class Ranks:
     # What is decided once.
 
     def exchange(self, what: str, text: str = "") -> list[str]:
-        """The text of every rank; all have to call this for the same purpose."""
+        """The text of every rank of the job; all have to call this for the same purpose."""
         self._round += 1
-        keys = [f"{self._name}/{self._round}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps([what, text]))
+        keys = [f"{self._name}/{self._round}/{rank}" for rank in range(self._all)]
+        self._store.set(keys[self._me], json.dumps([what, text]))
         self._await(keys)
         rows = [json.loads(self._store.get(key)) for key in keys]
         for rank, (other, _) in enumerate(rows):
             if other != what:
                 self.fail(
                     ExecutionError(
-                        f"rank {rank} is at {other!r} where rank {self.rank} is at {what!r}: every "
+                        f"rank {rank} is at {other!r} where rank {self._me} is at {what!r}: every "
                         "rank has to make the same calls of Baechi in the same order."
                     )
                 )
         return [text for _, text in rows]
 
+    def told(self, what: str, value: Any) -> list[Any]:
+        """What every rank of the replica tells, through JSON."""
+        rows = self.exchange(what, json.dumps(value))
+        return [json.loads(row) for row in rows[self.first : self.first + self.size]]
+
     def decide(self, what: str, decision: Callable[[], str], rank: int = 0) -> str:
         """What one rank decides, or its error, for all."""
         found = failure = ""
-        if rank == self.rank:
+        if rank == self._me:
             try:
                 found = decision()
             except BaechiError as error:
                 failure = json.dumps([type(error).__name__, error.args])
-        rows = self.exchange(what, json.dumps([found, failure]) if rank == self.rank else "")
+        rows = self.exchange(what, json.dumps([found, failure]) if rank == self._me else "")
         text: str
         text, failure = json.loads(rows[rank])
         if failure:
@@ -151,7 +173,7 @@ class Ranks:
             for edge in self.receivers.values():
                 edge.look()
             if time.monotonic() - since > _DECISION_S:
-                self.fail(ExecutionError(f"rank {self.rank} waited an hour for the other ranks."))
+                self.fail(ExecutionError(f"rank {self._me} waited an hour for the other ranks."))
             self._look_for_failure()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -176,7 +198,7 @@ class Ranks:
         """Tell all ranks of an error, if it is the first one."""
         if self._failed:
             return
-        self._failed = f"rank {self.rank} failed: {error}"
+        self._failed = f"rank {self._me} failed: {error}"
         with suppress(Exception):  # the store may be gone, too
             self._store.compare_set(f"{self._name}/{_FAILURE}", "", self._failed)
         self.close()
@@ -196,12 +218,13 @@ class Ranks:
     def look(self, peer: int, since: float) -> None:
         """Raise an error if some rank has failed, or waiting since then takes too long."""
         self._look_for_failure()
-        ahead = f"{self._name}/{self._round + 1}/{peer}"
+        ahead = f"{self._name}/{self._round + 1}/{self.first + peer}"
         if self._asked([ahead]):
             what, _ = json.loads(self._store.get(ahead))
             self.fail(
                 ExecutionError(
-                    f"rank {peer} plans a call ({what}) where rank {self.rank} runs one: every "
+                    f"rank {self.first + peer} plans a call ({what}) where rank {self._me} runs "
+                    "one: every "
                     "rank has to make the same calls, with arguments of the same shapes."
                 )
             )
@@ -209,8 +232,8 @@ class Ranks:
         if time.monotonic() - since > limit:
             self.fail(
                 ExecutionError(
-                    f"rank {self.rank} has waited {limit:.0f} s for rank {peer}, which is stopped, "
-                    "cut off, or slower than predicted by more than ranks(timeout_s=...) allows."
+                    f"rank {self._me} has waited {limit:.0f} s for rank {self.first + peer}, "
+                    "which is stopped, cut off, or slower than predicted by more than ranks(timeout_s=...) allows."
                 )
             )
 
@@ -223,8 +246,8 @@ class Ranks:
             time.sleep(0.02)
         self.fail(
             ExecutionError(
-                f"rank {peer} is gone: its process has ended or was killed, without a word. "
-                "Its own output may say why; if it has none, the machine's log may (out of memory?)"
+                f"rank {self.first + peer} is gone: its process has ended or was killed, without a "
+                "word. Its own output may say why, or the machine's log (out of memory?)."
             )
         )
 
@@ -249,16 +272,22 @@ class Ranks:
         for peer, (receiving, sending) in shared.items():
             self.receivers[peer], self.senders[peer] = SlotReceiver(receiving), SlotSender(sending)
         if not self._groups and len(shared) < len(others):
-            # A group is made by all ranks; one for each direction, made in one order.
+            # For each direction, in one order.
             pairs = [(a, b) for a in range(self.size) for b in range(self.size) if a != b]
             for pair in pairs:
-                self._groups[pair] = distributed.new_group(
-                    sorted(pair), backend="gloo", timeout=_FOREVER
-                )
+                if me in pair:
+                    self._groups[pair] = distributed.new_group(
+                        [self.first + rank for rank in sorted(pair)],
+                        backend="gloo",
+                        timeout=_FOREVER,
+                        use_local_synchronization=True,
+                    )
         for peer in (rank for rank in others if rank not in shared):
             if peer not in self._gloo:
-                receiver = GlooReceiver(self._groups[peer, me], peer, peer, self)
-                self._gloo[peer] = receiver, GlooSender(self._groups[me, peer], me, peer, self)
+                there = self.first + peer
+                receiver = GlooReceiver(self._groups[peer, me], there, peer, self)
+                sender = GlooSender(self._groups[me, peer], self._me, peer, self)
+                self._gloo[peer] = receiver, sender
             self.receivers[peer], self.senders[peer] = self._gloo[peer]
 
     def _shared(self) -> Mapping[int, tuple[SharedSlots, SharedSlots]]:
@@ -268,16 +297,16 @@ class Ranks:
         try:
             text = secrets.token_hex()
             (folder / "token").write_text(text)
-            rows = self._told("shared memory", [str(folder), text])
+            rows = self.told("shared memory", [str(folder), text])
             theirs = {rank: SharedMemory(Path(path)) for rank, (path, _) in enumerate(rows)}
             seen = [rank for rank in self.others if theirs[rank].is_there(rows[rank][1])]
-            lists = self._told("who sees whom", seen)
+            lists = self.told("who sees whom", seen)
             peers = [rank for rank in seen if self.rank in lists[rank]]
             try:
                 made = {rank: mine.made(rank, self._nbytes) for rank in peers}
             except OSError as error:
                 raise ExecutionError(
-                    f"rank {self.rank} finds no room for {len(peers)} x {self._nbytes} bytes in "
+                    f"rank {self._me} finds no room for {len(peers)} x {self._nbytes} bytes in "
                     f"{folder.parent} ({error.strerror}). Make it larger (docker run --shm-size), "
                     'or give ranks(transport="gloo").'
                 ) from error
@@ -299,9 +328,6 @@ class Ranks:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _told(self, what: str, value: Any) -> list[Any]:
-        return [json.loads(row) for row in self.exchange(what, json.dumps(value))]
-
     def key(self) -> int:
         """The number of the next message, or run, of all ranks."""
         self._messages += 1
@@ -318,6 +344,17 @@ class Ranks:
         for rank in self.others:
             send(self.senders[rank], Message(key, tensors, flags))
         return tensors, flags
+
+    def average(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to make a tensor the mean over the replicas, in place; what waits for that."""
+        work = distributed.all_reduce(tensor, group=self._alike, async_op=True)
+        watched = Work(work, self.rank, self)
+
+        def end() -> None:
+            watched.wait()
+            tensor.div_(self.replicas)
+
+        return end
 
 
 def _error(name: str, args: Sequence[Any]) -> BaechiError:

@@ -19,6 +19,7 @@ from torch import nn
 from baechi.errors import ExecutionError, InputError
 from baechi.runtime.autograd.step import Totals
 from baechi.runtime.executable import Executable
+from baechi.runtime.executors.rank_slice import RankExecutor
 from baechi.runtime.step_function import sum_up
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import key_of
@@ -258,6 +259,8 @@ def train(
     with torch.enable_grad(), observing() if executable.observed else nullcontext():
         executor.run(steps, 0)
     found = sum_up(steps, bound, totals)
+    if isinstance(executor, RankExecutor):
+        found = dict(zip(found, executor.averaged(list(found.values())), strict=True))
     executor.meet(steps[0])
     total = torch.zeros((), dtype=loss.dtype, device=steps[0].results[0].device)
     for number, (step, weight) in enumerate(zip(steps, weights, strict=True)):
@@ -268,7 +271,7 @@ def train(
         gradient = found[parameter]
         if gradient is None:
             continue
-        if parameter.grad is None:
+        if parameter.grad is not gradient:
             parameter.grad = _own(gradient, parameter, taken)
         for hook in accumulation_hooks(parameter):
             hook(parameter)

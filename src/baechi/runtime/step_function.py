@@ -202,6 +202,8 @@ class Plan:
             total = self.steps[batch].taken(bound.input_grads[index])
             result.append(None if total is None else total.to(tensor.device))
         end.gradients = self._of_parameters(totals)
+        if isinstance(self.executor, RankExecutor):
+            end.gradients = tuple(self.executor.averaged(end.gradients))
         graded = zip(leaves.trained, end.gradients, strict=True) if leaves.hooked else ()
         for parameter, gradient in graded:
             if gradient is None and parameter in leaves.hooked and gradient_hooks(parameter):

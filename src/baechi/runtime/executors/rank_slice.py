@@ -88,6 +88,16 @@ class RankExecutor:
                 self._share_results(steps)
             self._share_generator(self._phases[phase].drawn)
 
+    def averaged(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The means of gradients over the replicas; those that are under way already end here."""
+        if self._ranks.replicas == 1:
+            return list(gradients)
+        with self._telling():
+            found = [None if row is None else row.clone() for row in gradients]
+            for end in [self._ranks.average(row) for row in found if row is not None]:
+                end()
+        return found
+
     def begin(self, steps: Sequence[Step], finish: Callable[[], Any]) -> "RankCall":
         """Run the slice of a forward, whose results come when they are asked for.
 
