@@ -233,7 +233,8 @@ class Ranks:
             self.fail(
                 ExecutionError(
                     f"rank {self._me} has waited {limit:.0f} s for rank {self.first + peer}, "
-                    "which is stopped, cut off, or slower than predicted by more than ranks(timeout_s=...) allows."
+                    "which is stopped, cut off, or slower than predicted by more than "
+                    "ranks(timeout_s=...) allows."
                 )
             )
 
