@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol, final
+from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 
 import torch
 from torch import distributed
@@ -45,123 +45,9 @@ class Watch(Protocol):
         """Raise the error of a rank that is gone."""
 
 
-class Sender(Protocol):
-    """The end of an edge that sends."""
-
-    def room(self) -> int:
-        """Bytes that can be sent without waiting."""
-
-    def send(self, parts: Iterable[memoryview]) -> None:
-        """Send a message."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-class Receiver(Protocol):
-    """The end of an edge that receives."""
-
-    def receive(self, into: memoryview) -> None:
-        """The next bytes of a message, or the first of the next one."""
-
-    def end(self) -> None:
-        """Be done with a message."""
-
-    def look(self) -> None:
-        """Raise an error if the other end is gone."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
 def slots_for(nbytes: int) -> int:
     """So many slots that three messages of this size are under way at once."""
     return max(_LEAST_SLOTS, -(-3 * nbytes // SLOT_BYTES))
-
-
-class Slots(Protocol):
-    """The slots of one end, in turn."""
-
-    def count(self) -> int:
-        """How many can be had at once."""
-
-    def take(self) -> memoryview:
-        """The next one; waits for it."""
-
-    def give(self, nbytes: int) -> None:
-        """Hand the slot that was taken to the other end."""
-
-    def close(self) -> None:
-        """Let go of them."""
-
-
-@final
-class SlotSender:
-    """Messages cut into slots."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-
-    def room(self) -> int:
-        """Bytes that can be sent without waiting."""
-        return self._slots.count() * SLOT_BYTES
-
-    def send(self, parts: Iterable[memoryview]) -> None:
-        """Send a message."""
-        slot, used = None, 0
-        for part in parts:
-            done = 0
-            while done < len(part):
-                if slot is None:
-                    slot, used = self._slots.take(), 0
-                n = min(len(part) - done, SLOT_BYTES - used)
-                slot[used : used + n] = part[done : done + n]
-                done, used = done + n, used + n
-                if used == SLOT_BYTES:
-                    self._slots.give(used)
-                    slot = None
-        if slot is not None:
-            self._slots.give(used)
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self._slots.close()
-
-
-@final
-class SlotReceiver:
-    """Messages put together from slots."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._slot: memoryview | None = None
-        self._used = 0
-
-    def receive(self, into: memoryview) -> None:
-        """The next bytes of a message, or the first of the next one."""
-        done = 0
-        while done < len(into):
-            if self._slot is None:
-                self._slot, self._used = self._slots.take(), 0
-            n = min(len(into) - done, SLOT_BYTES - self._used)
-            into[done : done + n] = self._slot[self._used : self._used + n]
-            done, self._used = done + n, self._used + n
-            if self._used == SLOT_BYTES:
-                self.end()
-
-    def end(self) -> None:
-        """Be done with a message."""
-        if self._slot is not None:
-            self._slot = None
-            self._slots.give(0)
-
-    def look(self) -> None:
-        """Raise an error if the other end is gone."""
-        self._slots.count()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self._slots.close()
 
 
 @final
@@ -219,7 +105,7 @@ class SharedSlots:
         self._next = (self._next + 1) % self._n
         return self._view[at : at + SLOT_BYTES]
 
-    def give(self, nbytes: int) -> None:  # noqa: ARG002 (the other end knows)
+    def give(self) -> None:
         """Hand the slot that was taken to the other end."""
         try:
             os.write(self._given, b"\0")
@@ -232,6 +118,75 @@ class SharedSlots:
             self._closed = True
             os.close(self._taken)
             os.close(self._given)
+
+
+@final
+class SlotSender:
+    """Messages cut into slots."""
+
+    def __init__(self, slots: SharedSlots) -> None:
+        self._slots = slots
+
+    def room(self) -> int:
+        """Bytes that can be sent without waiting."""
+        return self._slots.count() * SLOT_BYTES
+
+    def send(self, parts: Iterable[memoryview]) -> None:
+        """Send a message."""
+        slot, used = None, 0
+        for part in parts:
+            done = 0
+            while done < len(part):
+                if slot is None:
+                    slot, used = self._slots.take(), 0
+                n = min(len(part) - done, SLOT_BYTES - used)
+                slot[used : used + n] = part[done : done + n]
+                done, used = done + n, used + n
+                if used == SLOT_BYTES:
+                    self._slots.give()
+                    slot = None
+        if slot is not None:
+            self._slots.give()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._slots.close()
+
+
+@final
+class SlotReceiver:
+    """Messages put together from slots."""
+
+    def __init__(self, slots: SharedSlots) -> None:
+        self._slots = slots
+        self._slot: memoryview | None = None
+        self._used = 0
+
+    def receive(self, into: memoryview) -> None:
+        """The next bytes of a message, or the first of the next one."""
+        done = 0
+        while done < len(into):
+            if self._slot is None:
+                self._slot, self._used = self._slots.take(), 0
+            n = min(len(into) - done, SLOT_BYTES - self._used)
+            into[done : done + n] = self._slot[self._used : self._used + n]
+            done, self._used = done + n, self._used + n
+            if self._used == SLOT_BYTES:
+                self.end()
+
+    def end(self) -> None:
+        """Be done with a message."""
+        if self._slot is not None:
+            self._slot = None
+            self._slots.give()
+
+    def look(self) -> None:
+        """Raise an error if the other end is gone."""
+        self._slots.count()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._slots.close()
 
 
 @final
@@ -410,3 +365,7 @@ class GlooReceiver:
 
     def close(self) -> None:
         """Nothing: gloo lets go of what it waits for when the process ends."""
+
+
+Sender: TypeAlias = SlotSender | GlooSender
+Receiver: TypeAlias = SlotReceiver | GlooReceiver
