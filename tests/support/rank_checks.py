@@ -322,6 +322,20 @@ def replicas_have_the_mean(ranks: Ranks) -> None:
 
 
 @check
+def what_one_rank_alone_would_see_is_refused(ranks: Ranks) -> None:
+    placed = place(Tied(), ranks)
+    placed(X)
+    with pytest.raises(baechi.InputError, match="not metered"), placed.metered():
+        pass
+    writing = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    with pytest.raises(baechi.InputError, match="forward writes into an argument"):
+        place(writing, ranks)(torch.randn(2, 4))
+    line = place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ranks)
+    with pytest.raises(baechi.ExecutionError, match="an argument needs a gradient"):
+        line(torch.randn(2, 4, requires_grad=True))
+
+
+@check
 def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
     usual = ranks.cluster
     rows = tuple(replace(device, memory_bytes=64) for device in usual.devices)

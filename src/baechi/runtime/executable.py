@@ -433,6 +433,11 @@ class Executable:
             ExecutionError: The arguments are such that their gradients would be lost.
         """
         self._gradient_guard.check(calls)
+        if self.ranks is not None and any(t.requires_grad for c in calls for t in c.tensors):
+            raise ExecutionError(
+                "an argument needs a gradient, which only the rank that reads it would have. "
+                "Detach it; or place the model in one process."
+            )
         if is_hooked() or self.observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor

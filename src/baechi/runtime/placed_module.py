@@ -381,6 +381,8 @@ class PlacedModule(nn.Module):
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")
         state = _state(self)
+        if state.ranks is not None:
+            raise InputError("steps of ranks are not metered; place the model in one process.")
         special = state.current
         used = max(special.placement.devices, default=0) + 1
         meter = Meter([0] * (used if special.cluster is None else len(special.cluster.devices)))

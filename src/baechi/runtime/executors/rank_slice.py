@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from baechi.errors import InputError
 from baechi.processes.tensor_messages import Flag, Message, receive, send, try_send
 from baechi.processes.world import Ranks
 from baechi.program.rank_slices import (
@@ -63,6 +64,11 @@ class RankExecutor:
     def __init__(
         self, program: Program, bound: Bound, ranks: Ranks, random: int, message_bytes: int
     ) -> None:
+        if any(tape.written for tape in bound.tapes):
+            raise InputError(
+                "forward writes into an argument, and only one rank's would change. Let it write "
+                "into a copy, or place the model in one process."
+            )
         self.bound = bound
         self._program, self._ranks = program, ranks
         self._phases = [_Phase(program, i, ranks, random) for i in range(len(program.phases))]
