@@ -150,6 +150,15 @@ def test_the_step_is_that_of_a_slow_oracle(data, graph, cluster, microbatches):
     peaks = tuple(map(max, oracle.peaks(), launched_peaks(*rows, joined=joined)))
     assert rhythm.step_ns == oracle.makespan
     assert rhythm.peak_bytes == peaks
+    held = data.draw(st.sets(st.integers(0, len(cluster.devices) - 1)))
+    more = ordered_turns(
+        graph, cluster, placement, microbatches, joined=joined, effort="fast", held=held
+    )
+    rows = (*rows[:4], more.turns, microbatches)
+    peaks = map(
+        max, run(*rows, joined=joined).peaks(), launched_peaks(*rows, joined=joined, held=held)
+    )
+    assert more.peak_bytes == tuple(peaks)
     limits = map(oracle.memory, range(len(cluster.devices)))
     if all(peak <= limit for peak, limit in zip(oracle.peaks(), limits, strict=True)):
         assert rhythm.lower_bound_ns <= rhythm.step_ns

@@ -1,6 +1,7 @@
 """What streams hold: bytes by hand, and placements that have room for them."""
 
 import pytest
+from benchmarks.pipelines.graphs import layers
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import graphs
@@ -157,6 +158,19 @@ def test_what_has_no_room_is_refused_with_what_is_missing() -> None:
     with pytest.raises(InfeasibleError, match="what streams hold") as raised:
         solve_with_held(graph, cluster, "auto", LANES)
     assert raised.value.extra_bytes == 60
+
+
+@pytest.mark.parametrize("mib", [60, 35, 25])
+def test_micro_batches_fit_with_what_crosses_gpus_to_the_end_of_the_step(mib: int) -> None:
+    graph, gpus = layers(8, sent=2**20), ("cuda:0", "cuda:1")
+    cluster = Cluster.uniform(2, mib * 2**20, Link(10_000, 10**11))
+    plain = solve(graph, cluster, effort="fast", microbatches=8)
+    assert overflows(scheduled(graph, cluster, plain, gpus), cluster)
+    found = solve_with_held(graph, cluster, "auto", gpus, effort="fast", microbatches=8)
+    schedule = scheduled(graph, cluster, found, gpus)
+    assert not overflows(schedule, cluster)
+    assert found.microbatches == 8
+    assert schedule.makespan_ns == simulate(graph, cluster, found).makespan_ns
 
 
 @given(st.data())

@@ -575,3 +575,70 @@ def test_compiled_segments_are_compiled_once_for_all_threads_and_gpus(devices: l
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] < graphs[1] == graphs[-1]
     assert not placed.remarks
+
+
+def square(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (y - t.to(y.device)).square().mean()
+
+
+class Skips(nn.Module):
+    """Layers that read what is far before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + first
+        return x
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS, LANES])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("placer", ["round-robin", baechi.RandomPlacer(1)], ids=["turns", "random"])
+def test_micro_batches_give_the_loop_and_hold_no_more_than_predicted(
+    devices: list[str], inside: bool, placer: Any
+) -> None:
+    """What crosses streams stays to the end of the step, so it grows with the micro-batches."""
+    plain, n = Skips(), 8
+    x, t = torch.randn(256 * n, 16), torch.randn(256 * n, 16)
+    mine, wanted = x.to("cuda:0"), t.to("cuda:0")
+    gc.collect()
+    before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+    placed = baechi.place(
+        copy.deepcopy(plain), devices, microbatches=n, placer=placer, progress=False
+    )
+
+    def run() -> torch.Tensor:
+        if inside:
+            return placed.step(mine, targets=wanted, loss=square)
+        loss = square(placed(mine), wanted)
+        loss.backward()
+        return loss.detach()
+
+    for number in range(3):
+        placed.zero_grad()
+        if number == 2:
+            for gpu in GPUS:
+                torch.cuda.synchronize(gpu)
+                torch.cuda.reset_peak_memory_stats(gpu)
+        found = run()
+    seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+    seen = [peak - base for peak, base in zip(seen, before, strict=True)]
+    said = placed.rhythm.peak_bytes
+    said = list(said) if len(devices) == 2 else [sum(said), 0]
+    assert all(mine <= 1.01 * own for mine, own in zip(seen, said, strict=True))
+    if inside:
+        losses = [square(plain(c), d) / n for c, d in zip(x.chunk(n), t.chunk(n), strict=True)]
+        for loss in losses:
+            loss.backward()
+        total = sum(losses[1:], losses[0])
+    else:
+        total = square(torch.cat([plain(c) for c in x.chunk(n)]), t)
+        total.backward()
+    torch.testing.assert_close(found.cpu(), total.detach(), **TOLERANCES)
+    for own, other in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad, **TOLERANCES)

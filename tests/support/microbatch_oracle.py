@@ -93,8 +93,13 @@ def run(graph, cluster, devices, segments, turns, microbatches, *, joined=False)
     return oracle
 
 
-def launched_peaks(graph, cluster, devices, segments, turns, microbatches, *, joined=False):
-    """Peaks of devices where turns run one by one, and send what they made when they end."""
+def launched_peaks(
+    graph, cluster, devices, segments, turns, microbatches, *, joined=False, held=()
+):
+    """Peaks of devices where turns run one by one, and send what they made when they end.
+
+    On `held` devices what arrives stays, and what is sent until the turns that read it have ended.
+    """
     whole, index = copies(graph, segments, microbatches, joined=joined)
     home = {at: devices[op] for (op, _), at in index.items()}
     pools = [row.pool or number for number, row in enumerate(cluster.devices)]
@@ -102,35 +107,49 @@ def launched_peaks(graph, cluster, devices, segments, turns, microbatches, *, jo
     live = dict.fromkeys(pools, 0)
     for at, op in enumerate(whole.ops):
         live[pool[at]] += op.persistent_bytes
-    peaks, left, ran = dict(live), {}, set()
+    peaks, there, ran, ended = dict(live), {}, set(), set()
+
+    def may_go(number, place):
+        tensor = whole.tensors[number]
+        maker = tensor.producer
+        arrived = [r for r in tensor.consumers if pool[r] == place and home[r] != home[maker]]
+        if any(home[r] in held for r in arrived):
+            return False
+        if place != pool[maker]:
+            return there[number, place] <= ran
+        if tensor.kept or not tensor.consumers or not there[number, place] <= ran:
+            return False
+        if all(pool[r] == place for r in tensor.consumers):
+            return True
+        others = {r for r in tensor.consumers if home[r] != home[maker]}
+        return maker in ended and (home[maker] not in held or others <= ended)
+
+    def go():
+        for number, place in [key for key in there if may_go(*key)]:
+            live[place] -= whole.tensors[number].nbytes
+            del there[number, place]
+
+    def come(number, place):
+        readers = whole.tensors[number].consumers
+        there[number, place] = {r for r in readers if pool[r] == place}
+        live[place] += whole.tensors[number].nbytes
+
     for segment, batch in turns:
         own = [index[op, batch] for op in segments[segment]]
         for at in own:
             for number, tensor in enumerate(whole.tensors):
                 if tensor.producer == at:
-                    live[pool[at]] += tensor.nbytes
-                    left[number, pool[at]] = {r for r in tensor.consumers if pool[r] == pool[at]}
+                    come(number, pool[at])
             op = whole.ops[at]
-            for place, held in live.items():
+            for place, nbytes in live.items():
                 scratch = op.workspace_bytes - op.reused_bytes if place == pool[at] else 0
-                peaks[place] = max(peaks[place], held + scratch)
+                peaks[place] = max(peaks[place], nbytes + scratch)
             ran.add(at)
-            for number, place in list(left):
-                tensor = whole.tensors[number]
-                waits = any(pool[r] != place for r in tensor.consumers) and tensor.producer in own
-                stays = tensor.kept or not tensor.consumers
-                if left[number, place] <= ran and not waits:
-                    if not (stays and place == pool[tensor.producer]):
-                        live[place] -= tensor.nbytes
-                    del left[number, place]
+            go()
+        ended.update(own)
         for number, tensor in enumerate(whole.tensors):
             if tensor.producer in own:
                 for place in {pool[r] for r in tensor.consumers} - {pool[tensor.producer]}:
-                    live[place] += tensor.nbytes
-                    left[number, place] = {r for r in tensor.consumers if pool[r] == place}
-                here = number, pool[tensor.producer]
-                if here in left and left[here] <= ran:
-                    if not tensor.kept and tensor.consumers:
-                        live[here[1]] -= tensor.nbytes
-                    del left[here]
+                    come(number, place)
+        go()
     return [peaks[place] for place in pools]

@@ -278,6 +278,8 @@ class Turns:
         segments: The ops of every segment, in their order.
         microbatches: Their number.
         joined: Whether there is one loss for all batches.
+        held: Devices where what crosses to or from others stays to the end of the step, as
+            streams of a GPU hold it (docs/runtime.md).
     """
 
     graph: OpGraph
@@ -286,6 +288,7 @@ class Turns:
     segments: tuple[tuple[int, ...], ...]
     microbatches: int
     joined: bool = False
+    held: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         home = self.placement.devices
@@ -348,19 +351,26 @@ class Turns:
         copies, problem = self.ops
         arrays, pool = copies.arrays, np.array(problem.device_pool)
         where, rank = launches(copies, self.placement.devices, self.segments, order)
-        where, n = pool[where], len(rank)
+        tensors, index = np.arange(arrays.tensors), arrays.per_consumer(np.arange(arrays.tensors))
+        makers, readers = arrays.edges()
+        stays = (arrays.kept > 0) | (np.diff(arrays.consumer_begin) == 0)
+        holds, n = np.array([device in self.held for device in range(len(pool))]), len(rank)
+        other = where[makers] != where[readers]
+        arrives, leaves = other & holds[where[readers]], other & holds[where[makers]]
+        where = pool[where]
         position, ends = np.empty((2, n), np.int64)
         position[rank] = np.arange(n)
         sizes = [len(self.segments[at]) for at, _ in order]
         ends[rank] = np.repeat(np.cumsum(sizes), sizes)  # of its turn
-        tensors, index = np.arange(arrays.tensors), arrays.per_consumer(np.arange(arrays.tensors))
         begins, home, sent = (row[arrays.producer] for row in (position, where, ends))
+        gone = sent.copy()  # when what is sent has left
+        np.maximum.at(gone, index[leaves], ends[readers[leaves]])
         until = np.zeros((len(problem.pool_memory), arrays.tensors), np.int64)
-        np.maximum.at(until, (where[arrays.consumers], index), position[arrays.consumers] + 1)
+        np.maximum.at(until, (where[readers], index), position[readers] + 1)
+        until[where[readers[arrives]], index[arrives]] = n
         copied = until > 0
         copied[home, tensors] = False
-        stays = (arrays.kept > 0) | (np.diff(arrays.consumer_begin) == 0)
-        last = np.maximum(until[home, tensors], np.where(copied.any(axis=0), sent, 0))
+        last = np.maximum(until[home, tensors], np.where(copied.any(axis=0), gone, 0))
         change = np.zeros((len(until), n + 1), np.int64)
         np.add.at(change, (home, begins), arrays.nbytes)
         np.subtract.at(change, (home, np.where(stays, n, last)), arrays.nbytes)

@@ -24,6 +24,7 @@ from typing import Final, final
 from baechi.errors import InfeasibleError
 from baechi.placers.placer import Placer
 from baechi.placers.solving import solve
+from baechi.placers.turn_orders import ordered_turns
 from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
 from baechi.program.compilation import compile_program, instant_ops
 from baechi.records.cluster import Cluster, Constraints
@@ -59,8 +60,16 @@ def scheduled(
         program: The program of the streams, if known.
     """
     schedule = simulate(graph, cluster, placement)
-    if placement.microbatches > 1 or all(gpu is None for gpu in gpus):
+    if all(gpu is None for gpu in gpus):
         return schedule
+    if placement.microbatches > 1:
+        rhythm = ordered_turns(
+            graph, cluster, placement, placement.microbatches, held=on_gpus(gpus)
+        )
+        return Schedule(
+            *(schedule.spans, schedule.transfers, rhythm.peak_bytes),
+            late_bound=lambda: schedule.lower_bound_ns,
+        )
     if program is None:
         program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
     launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
@@ -68,6 +77,11 @@ def scheduled(
         *(schedule.spans, schedule.transfers, launches.peaks()),
         late_bound=lambda: schedule.lower_bound_ns,
     )
+
+
+def on_gpus(gpus: Gpus) -> frozenset[int]:
+    """The logical devices that are on a GPU."""
+    return frozenset(device for device, gpu in enumerate(gpus) if gpu is not None)
 
 
 def solve_with_held(
@@ -87,7 +101,7 @@ def solve_with_held(
     One that does not fit is solved again with as many bytes left free as were held: these change
     with the placement, so this is repeated a few times. On a single device, the last resort,
     nothing is held. Arguments are those of `solve` and of `scheduled`; margins of the constraints
-    stay free in addition. Of micro-batches the clock's memory alone counts.
+    stay free in addition. Of micro-batches all that crosses counts to the end of the step.
 
     Raises:
         InfeasibleError: No placement was found.
@@ -100,7 +114,7 @@ def solve_with_held(
         microbatches=microbatches,
         objective=objective,
     )
-    if microbatches > 1 or all(gpu is None for gpu in gpus):
+    if all(gpu is None for gpu in gpus):
         return placement
     asked = constraints or Constraints()
     held: dict[str, int] = {}
@@ -119,12 +133,18 @@ def solve_with_held(
         try:
             less = replace(asked, margins=margins)
             placement = solve(
-                *(graph, cluster, placer), effort=effort, constraints=less, objective=objective
+                *(graph, cluster, placer),
+                effort=effort,
+                constraints=less,
+                microbatches=microbatches,
+                objective=objective,
             )
         except InfeasibleError:
             break
     with suppress(InfeasibleError):
-        placement = solve(graph, cluster, "single", constraints=constraints)
+        placement = solve(
+            graph, cluster, "single", constraints=constraints, microbatches=microbatches
+        )
     schedule = scheduled(graph, cluster, placement, gpus, replayed=replayed)
     missing = dict(overflows(schedule, cluster, asked))
     if missing:
