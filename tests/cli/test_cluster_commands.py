@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -103,6 +104,12 @@ def test_all_policies_are_compared(run, tmp_path):
         assert policy in result.output
         assert len(table(tmp_path / "out" / policy / "job.csv")) == 4
     assert len(json.loads((tmp_path / "out" / "comparison.json").read_text())) == len(POLICIES)
+    pytest.importorskip("plotly")
+    page = (tmp_path / "out" / "plot.html").read_text()
+    means = {row[0]: float(row[rows[0].index("mean_jct")]) for row in rows[1:]}
+    shown = re.findall(r"<tr><td>([^<]*)</td><td>3</td><td>([^<]*)</td>", page)
+    assert dict(shown) == {policy: f"{mean:,.0f}" for policy, mean in means.items()}
+    assert [policy for policy, _ in shown] == sorted(POLICIES, key=means.__getitem__)
 
 
 def test_jobs_are_elastic_with_a_serial_part(run, tmp_path):

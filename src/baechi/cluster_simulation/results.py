@@ -172,11 +172,42 @@ def cluster_figure(results: Sequence[SimulationResult]) -> Any:
 
 
 def write_figure(results: Sequence[SimulationResult], path: Path) -> None:
-    """Writes the picture as a page that opens without a network."""
+    """Writes the picture, under a table of its policies, as a page that opens without a network."""
     figure = cluster_figure(results)
     page = figure.to_html(include_plotlyjs=True, div_id="cluster")
+    page = page.replace("<body>", f"<body>{_html_table(results)}", 1)
     title = escape(f"Baechi: {', '.join(result.policy for result in results)}")
     write_whole(path, page.replace("<head>", f"<head><title>{title}</title>", 1))
+
+
+# The columns of the page's table, and how their figures are written.
+_SHOWN: Final = {
+    "completed": "{:,}",
+    "mean_jct": "{:,.0f}",
+    "median_jct": "{:,.0f}",
+    "p99_jct": "{:,}",
+    "makespan": "{:,}",
+    "preemptions": "{:,}",
+    "utilization": "{:.1%}",
+}
+_STYLE: Final = (
+    "table{font:14px sans-serif;border-collapse:collapse;margin:1em}"
+    "td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #ddd}"
+    "td:first-child,th:first-child{text-align:left}"
+)
+
+
+def _html_table(results: Sequence[SimulationResult]) -> str:
+    """A row per policy, the least mean completion time first."""
+    rows = [summary(result) for result in results]
+    rows.sort(key=lambda row: (row["mean_jct"] is None, row["mean_jct"]))
+    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in ("policy", *_SHOWN))
+    lines = [f"<style>{_STYLE}</style><table><tr>{head}</tr>"]
+    for row in rows:
+        shown = ("-" if row[key] is None else text.format(row[key]) for key, text in _SHOWN.items())
+        cells = "".join(f"<td>{cell}</td>" for cell in (escape(row["policy"]), *shown))
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</table>"])
 
 
 def _table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
