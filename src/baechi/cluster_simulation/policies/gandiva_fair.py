@@ -17,10 +17,9 @@ its balancing of load between servers by moving jobs is the scheme's.
 
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Final, final
 
-from baechi.cluster_simulation.jobs import JobRun
+from baechi.cluster_simulation.jobs import WHOLE, JobRun
 from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
 
 _QUANTUM: Final = 60
@@ -34,8 +33,8 @@ class GandivaFair(RoundPolicy):
 
     def __init__(self, quantum: int = _QUANTUM) -> None:
         super().__init__(quantum)
-        self._pass: dict[int, Fraction] = {}
-        self._price: dict[int, Fraction] = {}  # per tick, of those who run in this quantum
+        self._pass: dict[int, int] = {}
+        self._price: dict[int, int] = {}  # thousandths per tick, of those who run in this quantum
         self._last = 0
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
@@ -70,7 +69,7 @@ class GandivaFair(RoundPolicy):
             without = [gains[r.index][kind] for r in wanting if r not in got]
             price = max(without, default=min((gains[r.index][kind] for r in got), default=0))
             for run in got:
-                self._price[run.index] = max(Fraction(1), Fraction(price)) * view.needs(run, name)
+                self._price[run.index] = max(WHOLE, price) * view.needs(run, name)
             placed.update(run.index for run in got)
         rest = [run for run in view.runs if run.index not in placed]
         return [*answer, *view.on_best_kinds(rest, left)]
@@ -80,16 +79,16 @@ class GandivaFair(RoundPolicy):
         jobs = Counter(run.job.owner for run in view.runs)
         for run in view.runs:
             if run.running and run.index in self._pass:
-                price = self._price.get(run.index, Fraction(len(run.grant.gpus)))
+                price = self._price.get(run.index, WHOLE * len(run.grant.gpus))
                 ticks = view.now - self._last
                 self._pass[run.index] += price * ticks * jobs[run.job.owner]
         self._last = view.now
         here = [self._pass[run.index] for run in view.runs if run.index in self._pass]
         for run in view.runs:
-            self._pass.setdefault(run.index, min(here, default=Fraction(0)))
+            self._pass.setdefault(run.index, min(here, default=0))
 
-    def _gains(self, view: ClusterView, run: JobRun) -> list[Fraction]:
-        """Its rate on every kind, in that on the slowest where it has room."""
+    def _gains(self, view: ClusterView, run: JobRun) -> list[int]:
+        """Its rate on every kind, in thousandths of that on the slowest where it has room."""
         rates = view.rates_on_kinds(run)
         slowest = min((rate for rate in rates if rate), default=1)
-        return [Fraction(rate, slowest) for rate in rates]
+        return [WHOLE * rate // slowest for rate in rates]
