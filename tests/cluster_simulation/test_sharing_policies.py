@@ -87,6 +87,20 @@ def test_muri_puts_together_who_use_different_resources(policy):
     assert {row.end_time for row in run(jobs, 4, policy).values()} == {1000}
 
 
+@pytest.mark.parametrize("policy", ["muri-s", "muri-l"])
+def test_who_is_left_alone_on_its_gpu_is_as_fast_as_alone(policy):
+    jobs = [
+        Job("reads", 1, 0, 1000, stages=(60, 10, 0), iteration=70),
+        Job("computes", 1, 0, 1000, stages=(2, 60, 8), iteration=70),
+        Job("short", 1, 0, 100),  # has no stages, so the other two share
+    ]
+    rows = run(jobs, 2, policy)
+    # When it has ended one of the two moves to its GPU.
+    assert rows["short"].end_time == 100
+    assert rows["reads"].preempt + rows["computes"].preempt == 1
+    assert all(row.end_time < 1050 for row in rows.values())
+
+
 def test_a_group_that_is_slower_than_its_jobs_in_turn_is_taken_apart():
     jobs = [Job(f"job{i}", 1, 0, 1000, stages=(1, 98, 1), iteration=100) for i in range(2)]
     rows = run(jobs, 1, "muri-s")
