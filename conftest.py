@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith("docs/recipes/") and "accelerate" not in item.nodeid:
             item.add_marker(pytest.mark.slow)
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        if isinstance(name, str):
+        if isinstance(name, str) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(name))
     costly = sum(item.get_closest_marker("costly") is not None for item in items)
     if costly > _COSTLY:
