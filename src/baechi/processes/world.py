@@ -272,17 +272,16 @@ class Ranks:
         me, others = self.rank, self.others
         for peer, (receiving, sending) in shared.items():
             self.receivers[peer], self.senders[peer] = SlotReceiver(receiving), SlotSender(sending)
-        if not self._groups and len(shared) < len(others):
-            # For each direction, in one order.
+        lacking = self.exchange("what is not shared", "gloo" * (len(shared) < len(others)))
+        if any(lacking) and not self._groups:
+            # Every rank of the job makes every group; there is one for each direction.
             pairs = [(a, b) for a in range(self.size) for b in range(self.size) if a != b]
-            for pair in pairs:
-                if me in pair:
-                    self._groups[pair] = distributed.new_group(
-                        [self.first + rank for rank in sorted(pair)],
-                        backend="gloo",
-                        timeout=_FOREVER,
-                        use_local_synchronization=True,
-                    )
+            for first in range(0, self._all, self.size):
+                for a, b in pairs:
+                    both = [first + a, first + b]
+                    group = distributed.new_group(both, backend="gloo", timeout=_FOREVER)
+                    if first == self.first:
+                        self._groups[a, b] = group
         for peer in (rank for rank in others if rank not in shared):
             if peer not in self._gloo:
                 there = self.first + peer
