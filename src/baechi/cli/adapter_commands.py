@@ -194,7 +194,7 @@ def extender(
 
     A pod names its graph in the annotation baechi.dev/graph. Listens on this machine alone, beside
     the scheduler, unless told otherwise. docs/deploy/ has manifests. Needs fastapi, uvicorn and
-    httpx: `pip install 'baechi[serve,client]'`.
+    httpx: `pip install 'baechi[kubernetes]'`.
 
     For example:
 
@@ -246,7 +246,7 @@ def operator(
     """Run BaechiJobs of Kubernetes, and answer Kueue's admission checks.
 
     A BaechiJob gets devices for its graph and a pod on each; docs/deploy/ has the resource and
-    manifests. Needs httpx: `pip install 'baechi[client]'`.
+    manifests. Needs httpx: `pip install 'baechi[kubernetes]'`.
 
     For example:
 
