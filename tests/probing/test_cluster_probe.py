@@ -83,7 +83,7 @@ def test_without_devices_gpus_that_torch_cannot_run_on_leave_the_cpu(
 def test_all_gpus_have_one_host_and_cpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "torch_device": lambda name: torch.device(name.split("/")[0]),
-        "_free_bytes": lambda *_: 5,
+        "free_bytes": lambda *_: 5,
         "device_kind": lambda place: place.type,
         "lane_ns": lambda _: 0,
         "_fit": lambda *_: LinkFit(Link(0, 1), (), 0.0, 0),
@@ -342,5 +342,5 @@ def test_a_gpu_keeps_room_for_what_its_allocator_holds(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(cluster_probe, "_free_gpu_bytes", lambda _: 10 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    room = cluster_probe._free_bytes(torch.device("cuda", 0), 2)
+    room = cluster_probe.free_bytes(torch.device("cuda", 0), 2)
     assert room == pytest.approx(0.95 * 5 * 2**30 - (4 * 32 + 3 * 22) * 2**20, abs=1)
