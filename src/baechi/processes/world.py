@@ -9,6 +9,7 @@ the first error of any rank; edges carry tensors, in an order that the program g
 Who waits looks at the store for a failure, and at the pipe of whom it waits for.
 """
 
+import ctypes
 import json
 import secrets
 import shutil
@@ -201,7 +202,7 @@ class Ranks:
         self._failed = f"rank {self._me} failed: {error}"
         with suppress(Exception):  # the store may be gone, too
             self._store.compare_set(f"{self._name}/{_FAILURE}", "", self._failed)
-        self.close()
+        self._end()
 
     def check(self) -> None:
         """Raise the error of a rank that has failed."""
@@ -212,7 +213,7 @@ class Ranks:
         key = f"{self._name}/{_FAILURE}"
         if self._asked([key]):
             self._failed = self._store.get(key).decode()
-            self.close()
+            self._end()
             self.check()
 
     def look(self, peer: int, since: float) -> None:
@@ -251,6 +252,16 @@ class Ranks:
                 "word. Its own output may say why, or the machine's log (out of memory?)."
             )
         )
+
+    def _end(self) -> None:
+        """Close all edges for good.
+
+        Groups are never deleted then: ~ProcessGroupGloo waits for what has begun, though it be with
+        a rank that is stopped (torch, torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+        """
+        self.close()
+        for group in self._groups.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def close(self) -> None:
         """Let go of all edges; whoever waits at their other ends sees that."""
