@@ -317,6 +317,11 @@ class GlooSender:
             if len(piece):
                 self._works.append((self._gloo.begun(piece), block))
 
+    def finish(self) -> None:
+        """Return when everything has arrived."""
+        while self._works:
+            self._works.popleft()[0].wait()
+
     def close(self) -> None:
         """Nothing: gloo lets go of what it has to send."""
 

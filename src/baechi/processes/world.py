@@ -9,6 +9,7 @@ the first error of any rank; edges carry tensors, in an order that the program g
 Who waits looks at the store for a failure, and at the pipe of whom it waits for.
 """
 
+import atexit
 import ctypes
 import json
 import secrets
@@ -202,7 +203,7 @@ class Ranks:
         self._failed = f"rank {self._me} failed: {error}"
         with suppress(Exception):  # the store may be gone, too
             self._store.compare_set(f"{self._name}/{_FAILURE}", "", self._failed)
-        self._end()
+        self.close()
 
     def check(self) -> None:
         """Raise the error of a rank that has failed."""
@@ -213,7 +214,7 @@ class Ranks:
         key = f"{self._name}/{_FAILURE}"
         if self._asked([key]):
             self._failed = self._store.get(key).decode()
-            self._end()
+            self.close()
             self.check()
 
     def look(self, peer: int, since: float) -> None:
@@ -253,15 +254,11 @@ class Ranks:
             )
         )
 
-    def _end(self) -> None:
-        """Close all edges for good.
-
-        Groups are never deleted then: ~ProcessGroupGloo waits for what has begun, though it be with
-        a rank that is stopped (torch, torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
-        """
-        self.close()
-        for group in self._groups.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    def _finish(self) -> None:
+        """Have what was sent arrive before the process ends, unless a rank has failed."""
+        with suppress(BaechiError):
+            for _, sender in self._gloo.values() if not self._failed else ():
+                sender.finish()
 
     def close(self) -> None:
         """Let go of all edges; whoever waits at their other ends sees that."""
@@ -293,6 +290,10 @@ class Ranks:
                     group = distributed.new_group(both, backend="gloo", timeout=_FOREVER)
                     if first == self.first:
                         self._groups[a, b] = group
+                        # ~ProcessGroupGloo would wait for what has begun, though it be with a rank
+                        # that is stopped (torch, csrc/distributed/c10d/ProcessGroupGloo.cpp).
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            atexit.register(self._finish)
         for peer in (rank for rank in others if rank not in shared):
             if peer not in self._gloo:
                 there = self.first + peer
