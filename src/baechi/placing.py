@@ -177,11 +177,8 @@ def place(
     options = {"training": training, "verify": verify, "progress": progress, "guard": guard}
     for what, option in options.items():
         check_is(option, bool, what)
-    check_optimizer(optimizer), placer_of(placer)
-    if effort is not None:
-        check_effort(effort)
-    if constraints is not None and not isinstance(constraints, Constraints):
-        raise InputError(f"constraints is {constraints!r}; give a baechi.Constraints or None.")
+    check_optimizer(optimizer)
+    _check_search(placer, effort, constraints)
     check_positive(max_shapes, "max_shapes")
     if threads_per_device is not None:
         check_threads(threads_per_device, "threads_per_device")
@@ -251,6 +248,14 @@ def place(
         with state.lock:
             state.plan(() if example_args is None else example_args, example_kwargs)
     return installed(state)
+
+
+def _check_search(placer: Any, effort: Any, constraints: Any) -> None:
+    placer_of(placer)
+    if effort is not None:
+        check_effort(effort)
+    if constraints is not None and not isinstance(constraints, Constraints):
+        raise InputError(f"constraints is {constraints!r}; give a baechi.Constraints or None.")
 
 
 def _check_objective(objective: str, *, training: bool, batches: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tied import Tied
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,24 +36,6 @@ T = torch.arange(16).remainder(7).view(8, 2)
 def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
-
-
-class Tied(nn.Module):
-    """An embedding that is the head, too; a batch norm; dropout; a skip over all layers."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = h = self.tokens(x).flatten(0, 1)
-        for layer in self.layers:
-            h = functional.dropout(torch.tanh(layer(h)), self.dropout, self.training) + h
-        return (self.norm(h) + first) @ self.tokens.weight.t()
 
 
 def criterion(y: Tensor, t: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from baechi.adapters.free_devices import MIB, reading
+from baechi.adapters.free_devices import MIB, reading, reservation_of
 from baechi.errors import BaechiError, InfeasibleError, ReservationError
 from baechi.records.cluster import Constraints, Topology
 from baechi.records.graph import OpGraph
@@ -53,14 +53,8 @@ class Plan:
 
 
 def key_of(job: Mapping[str, Any]) -> str:
-    """The name of a job's reservation: another job of the same name is another.
-
-    Raises:
-        InputError: It cannot be read.
-    """
-    with reading("a BaechiJob"):
-        metadata = job["metadata"]
-        return f"{PREFIX}{metadata['namespace']}/{metadata['name']}/{metadata['uid']}"
+    """The name of its reservation."""
+    return reservation_of(PREFIX, job)
 
 
 def reconcile(

@@ -155,3 +155,15 @@ def items_of(document: Any, kind: str) -> list[dict[str, Any]]:
             seen = row.get("kind") if isinstance(row, dict) else type(row).__name__
             raise InputError(f"a {seen} stands where a {kind} of Kubernetes belongs.")
     return list(rows)
+
+
+def reservation_of(prefix: str, item: Mapping[str, Any]) -> str:
+    """The job of an object of Kubernetes in a ledger: another of the same name is another.
+
+    Raises:
+        InputError: It has no name, namespace or UID.
+    """
+    with reading("an object of Kubernetes"):
+        metadata = item["metadata"]
+        namespace = metadata.get("namespace") or "default"
+        return f"{prefix}{namespace}/{metadata['name']}/{metadata['uid']}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from baechi.adapters.free_devices import reading
+from baechi.adapters.free_devices import reading, reservation_of
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, SHARE
 from baechi.errors import BaechiError, InfeasibleError, InputError, ReservationError
 from baechi.records.cluster import Topology
@@ -26,14 +26,8 @@ _CLAIMS: Final = codec(tuple[Claim, ...])
 
 
 def key_of(workload: Mapping[str, Any]) -> str:
-    """The name of a workload's reservation.
-
-    Raises:
-        InputError: It cannot be read.
-    """
-    with reading("a Workload"):
-        metadata = workload["metadata"]
-        return f"{PREFIX}{metadata['namespace']}/{metadata['name']}/{metadata['uid']}"
+    """The name of its reservation."""
+    return reservation_of(PREFIX, workload)
 
 
 def review(

@@ -30,6 +30,21 @@ _FreeArgument = Annotated[
 _SameOption = Annotated[
     str, typer.Option(help="node or switch: all devices must be of one; anywhere if empty.")
 ]
+_NewArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FREE", help="The devices, as `baechi free` writes them, for a new ledger."
+    ),
+]
+_LedgerOption = Annotated[Path, typer.Option(help="Keep reservations in this file.")]
+_GraphsOption = Annotated[
+    Path, typer.Option(help="A folder of graph files, found by their digests.")
+]
+_ApiOption = Annotated[str, typer.Option(help="The API server.")]
+_AccountOption = Annotated[
+    Path, typer.Option(help="A folder with the service account's token and ca.crt.")
+]
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _ShareOption = Annotated[
     int | None,
     typer.Option(
@@ -173,21 +188,14 @@ def slurm(
 
 
 def extender(
-    free: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FREE", help="The devices, as `baechi free` writes them, for a new ledger."
-        ),
-    ] = None,
+    free: _NewArgument = None,
     *,
-    ledger: Annotated[Path, typer.Option(help="Keep reservations in this file.")],
-    graphs: Annotated[Path, typer.Option(help="A folder of graph files, found by their digests.")],
+    ledger: _LedgerOption,
+    graphs: _GraphsOption,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8643,
-    api: Annotated[str, typer.Option(help="The API server.")] = "https://kubernetes.default.svc",
-    account: Annotated[
-        Path, typer.Option(help="A folder with the service account's token and ca.crt.")
-    ] = Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+    api: _ApiOption = "https://kubernetes.default.svc",
+    account: _AccountOption = _ACCOUNT,
     effort: Annotated[str, typer.Option(help="fast, balanced or thorough.")] = "fast",
 ) -> None:
     """Answer kube-scheduler and Volcano: which node a pod's graph goes to.
@@ -206,9 +214,7 @@ def extender(
     from baechi.adapters.scheduler_extender import Extender
     from baechi.scheduling.ledger import Ledger
 
-    if free is None and not ledger.exists():
-        raise InputError(f"there is no ledger {ledger} yet, and no devices; give FREE.")
-    base = None if free is None else load(free, Topology)
+    base = _base(free, ledger)
     with ExitStack() as closing:
         server = ApiServer(api, account)
         closing.callback(server.close)
@@ -222,19 +228,12 @@ def extender(
 
 
 def operator(
-    free: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FREE", help="The devices, as `baechi free` writes them, for a new ledger."
-        ),
-    ] = None,
+    free: _NewArgument = None,
     *,
-    ledger: Annotated[Path, typer.Option(help="Keep reservations in this file.")],
-    graphs: Annotated[Path, typer.Option(help="A folder of graph files, found by their digests.")],
-    api: Annotated[str, typer.Option(help="The API server.")] = "https://kubernetes.default.svc",
-    account: Annotated[
-        Path, typer.Option(help="A folder with the service account's token and ca.crt.")
-    ] = Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+    ledger: _LedgerOption,
+    graphs: _GraphsOption,
+    api: _ApiOption = "https://kubernetes.default.svc",
+    account: _AccountOption = _ACCOUNT,
     spelling: Annotated[
         str,
         typer.Option(
@@ -259,9 +258,7 @@ def operator(
     from baechi.scheduling.ledger import Ledger
 
     check_choice(spelling, SPELLINGS, "spelling")
-    if free is None and not ledger.exists():
-        raise InputError(f"there is no ledger {ledger} yet, and no devices; give FREE.")
-    base = None if free is None else load(free, Topology)
+    base = _base(free, ledger)
     with ExitStack() as closing:
         server = ApiServer(api, account)
         closing.callback(server.close)
@@ -274,6 +271,13 @@ def operator(
         say(f"running BaechiJobs of {api}")
         turns.run(every, stop, lambda text: say(text, error=True))
     say("stopped")
+
+
+def _base(free: Path | None, ledger: Path) -> Topology | None:
+    """The devices of a new ledger; none for one that is there."""
+    if free is None and not ledger.exists():
+        raise InputError(f"there is no ledger {ledger} yet, and no devices; give FREE.")
+    return None if free is None else load(free, Topology)
 
 
 def _read(source: str, files: Sequence[str], kinds: Mapping[str, str]) -> "tuple[FreeDevice, ...]":
