@@ -10,6 +10,9 @@ endif
 #   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" test
 TORCH  ?= torch==2.13.0
 RESULT ?= benchmarks/results/latest.json
+# Fetched for the emulated CUDA where the environment's own torch has none, 0.6 GB. Of what torch links to the
+# emulation has stand-ins.
+CUDA_TORCH ?= torch==2.14.1 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85
 # The Python of the machine for which `gpu-wheels` fetches packages.
 GPU_PYTHON ?= 3.12
 # Processes that share the tests, each with one torch thread and about a gigabyte.
@@ -24,6 +27,7 @@ INSTALL := $(PIP) --no-deps --force-reinstall $(VENV)/wheel/*.whl
 LOCKS   ?= locks
 # Exits with 0 where there is a torch >= 2.11. The environment then uses the machine's own torch.
 HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
+HAS_CUDA  := import sys, torch; sys.exit(torch.version.cuda is None)
 # What the installed package is made of; a change of one reinstalls it.
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so') pyproject.toml CMakeLists.txt README.md LICENSE
 CPP     := $(wildcard $(foreach folder,csrc csrc/* tests/support/emulated_cuda,$(folder)/*.cc $(folder)/*.h))
@@ -35,11 +39,11 @@ CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench gpu-check gpu-wheels sanitize clean
+.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench gpu-check gpu-check-emulated gpu-wheels sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
-	  awk -F '|' '{ printf "%-16s%s\n", $$1, $$2 }'
+	  awk -F '|' '{ printf "%-24s%s\n", $$1, $$2 }'
 
 demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and train them
 	$(BIN)/baechi demo
@@ -63,11 +67,12 @@ lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
 test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which need no torch
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(CORE_TESTS)
 
-# The benchmarks' own tests, too; every random test makes eight to ten times the cases.
+# The benchmarks' own tests, too, and those of GPUs; every random test makes eight to ten times the cases.
 test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
+	$(MAKE) test-emulated
 
 test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other libraries, and the recipes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu" \
@@ -76,9 +81,10 @@ test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other li
 mutants: $(VENV)/.dev ## Break the code in sixty places, one after another: the tests must notice each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
+EMULATED := PYTHONPATH=$(VENV)/cuda-torch EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py
 # Without the two tests whose matrices are too large for a CPU.
-test-emulated: $(VENV)/.dev ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
-	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py -m pytest -n $(JOBS) -o budget_s=0 \
+test-emulated: $(VENV)/.cuda-torch ## Run the tests of GPUs on an emulated CUDA
+	$(EMULATED) -m pytest -n $(JOBS) -o budget_s=0 \
 	  -m "gpu or multigpu" -k "not allocator_holds and not more_work" tests
 
 check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors
@@ -89,6 +95,9 @@ check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors
 
 bench: $(VENV)/.dev ## Run the benchmarks; the numbers go to benchmarks/results/
 	$(BIN)/python -m pytest benchmarks --benchmark-json=$(RESULT)
+
+gpu-check-emulated: $(VENV)/.cuda-torch ## Run what gpu-check runs, at small sizes, on an emulated CUDA
+	$(EMULATED) -m benchmarks.gpu_check --quick --out build/gpu-check
 
 gpu-check: $(VENV)/.dev ## Check Baechi on the GPUs of this machine, in ten minutes
 	$(BIN)/python -m benchmarks.gpu_check
@@ -159,6 +168,10 @@ $(VENV)/.packages: $(VENV)/.torch $(LOCKS)/dev.txt
 
 $(VENV)/.dev: $(VENV)/.packages $(VENV)/.wheel
 	@$(INSTALL)
+	@touch $@
+
+$(VENV)/.cuda-torch: $(VENV)/.dev
+	@$(BIN)/python -c '$(HAS_CUDA)' || $(PIP) --no-deps --target $(VENV)/cuda-torch $(CUDA_TORCH)
 	@touch $@
 
 # Without dependencies: the lock has them all but torch, and pip would exchange a torch that fits no
