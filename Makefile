@@ -97,7 +97,7 @@ bench: $(VENV)/.dev ## Run the benchmarks; the numbers go to benchmarks/results/
 	$(BIN)/python -m pytest benchmarks --benchmark-json=$(RESULT)
 
 gpu-check-emulated: $(VENV)/.cuda-torch ## Run what gpu-check runs, at small sizes, on an emulated CUDA
-	$(EMULATED) -m benchmarks.gpu_check --quick --out build/gpu-check
+	$(EMULATED) -m benchmarks.gpu_check --quick --patience 5 --out build/gpu-check
 
 gpu-check: $(VENV)/.dev ## Check Baechi on the GPUs of this machine, in ten minutes
 	$(BIN)/python -m benchmarks.gpu_check

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu_check.report import page, unusable
@@ -46,8 +47,9 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     kind = "-quick" if wish.quick else "-part" if wish.only else ""
     with tempfile.TemporaryDirectory() as folder:
         for step in chosen:
-            left_s = wish.budget - (time.monotonic() - begun)
-            for row in rows_of(step, Path(folder), quick=wish.quick, left_s=left_s):
+            left_s = wish.patience * wish.budget - (time.monotonic() - begun)
+            limited = replace(step, limit_s=wish.patience * step.limit_s)
+            for row in rows_of(limited, Path(folder), quick=wish.quick, left_s=left_s):
                 rows.append(row)
                 _say(time.monotonic() - begun, row)
                 if path is not None:
@@ -95,6 +97,9 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     parser.add_argument(
         "--budget", type=float, default=570.0, metavar="S", help="seconds for all (570)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="N", help="N times every limit of time (1)"
     )
     parser.add_argument(
         "--out",

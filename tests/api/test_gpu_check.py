@@ -108,10 +108,10 @@ def test_nothing_stops_the_run(run: Any) -> None:
 
 
 def test_a_step_that_hangs_is_ended(run: Any) -> None:
-    _, rows, _ = run(hang=HANG, host=GOOD)
+    _, rows, _ = run("--patience", "0.5", hang=HANG, host=GOOD)
     (late,) = (row for row in rows if (row["step"], row["case"]) == ("hang", "step"))
     assert late["status"] == "timeout"
-    assert late["error"].startswith("over 4 s: ")
+    assert late["error"].startswith("over 2 s: ")
     assert ("host", "works", "ok") in shown(rows)
 
 
