@@ -19,7 +19,7 @@ from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide
 from baechi.cluster_simulation.placement_schemes import BestFit
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.allox import matched
-from baechi.cluster_simulation.policies.gavel import (
+from baechi.cluster_simulation.policies.throughput_programs import (
     Column,
     equal_parts,
     finish_time_fair,

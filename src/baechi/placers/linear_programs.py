@@ -25,6 +25,7 @@ Complexity: edges + ops rows and columns.
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final, final
@@ -148,6 +149,34 @@ class Highs(LinearSolver):
         if status != highspy.HighsModelStatus.kOptimal:
             return str(solver.modelStatusToString(status)).lower()
         return np.array(solver.getSolution().col_value, np.float64)
+
+
+def solved(
+    cost: Sequence[float],
+    upper: Sequence[float],
+    entries: Sequence[tuple[int, int, float]],
+    limit: Sequence[float],
+) -> list[float]:
+    """HiGHS's vertex for a program that is known to have an optimum.
+
+    Args:
+        cost: Per column.
+        upper: Per column.
+        entries: Row, column and value of every nonzero.
+        limit: Per row.
+    """
+    row, column, value = zip(*entries, strict=True)
+    program = LinearProgram(
+        np.array(cost, np.float64),
+        np.array(upper, np.float64),
+        np.array(row, np.int64),
+        np.array(column, np.int64),
+        np.array(value, np.float64),
+        np.array(limit, np.float64),
+    )
+    solution = Highs().solve(program)
+    assert not isinstance(solution, str), f"a program that has an optimum: {solution}"
+    return [float(number) for number in solution]
 
 
 class _SilentHighs(highspy.Highs):

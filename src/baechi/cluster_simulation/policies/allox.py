@@ -17,14 +17,12 @@ matched at once.
 from collections.abc import Sequence
 from typing import Final, final
 
-import numpy as np
-
 from baechi.cluster_simulation.policies.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.placers.linear_programs import Highs, LinearProgram
+from baechi.placers.linear_programs import solved
 
 _ALPHA: Final = 0.3
 _MOST: Final = 64  # jobs of one program, which has some thousands of columns then
@@ -63,26 +61,18 @@ def matched(
     row_of = {job: row for row, job in enumerate(jobs)}
     queues = {queue: row for row, queue in enumerate(sorted({(k, p) for _, k, p in columns}))}
     unit = max(place * times[job][kind] for job, kind, place in columns) or 1.0
-    numbers = range(len(columns))
-    program = LinearProgram(
-        np.array([place * times[job][kind] / unit for job, kind, place in columns]),
-        np.ones(len(columns)),
-        np.array(
-            [row_of[job] for job, _, _ in columns]
-            + [len(jobs) + queues[kind, place] for _, kind, place in columns],
-            np.int64,
-        ),
-        np.array([*numbers, *numbers], np.int64),
-        # Each job at least once, each place at most as often as there are GPUs.
-        np.array([-1.0] * len(columns) + [float(sizes[job][kind]) for job, kind, _ in columns]),
-        np.array([-1.0] * len(jobs) + [float(free[kind]) for kind, _ in queues]),
-    )
-    solution = Highs().solve(program)
-    assert not isinstance(solution, str), f"every job has a place: {solution}"
+    entries = []
+    for number, (job, kind, place) in enumerate(columns):
+        entries.append((row_of[job], number, -1.0))  # each job at least once
+        # Each place at most as often as there are GPUs.
+        entries.append((len(jobs) + queues[kind, place], number, float(sizes[job][kind])))
+    cost = [place * times[job][kind] / unit for job, kind, place in columns]
+    limit = [*[-1.0] * len(jobs), *(float(free[kind]) for kind, _ in queues)]
+    solution = solved(cost, [1.0] * len(columns), entries, limit)
     largest = [0.0] * len(times)
     for (job, kind, place), part in zip(columns, solution, strict=True):
         if part > largest[job] + 1e-9:
-            largest[job] = float(part)
+            largest[job] = part
             answer[job] = kind, place
     return answer
 
