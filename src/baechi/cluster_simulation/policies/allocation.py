@@ -10,9 +10,10 @@ Two jobs share GPUs only where an allocation says so (`beside`), and where the s
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import final
 
 from baechi.cluster_simulation.fleet import DeviceStates
@@ -122,6 +123,13 @@ class ClusterView:
             first.setdefault(gpus, run)
         return allocations
 
+    def groups(self) -> list[list[JobRun]]:
+        """The running jobs, those on the same GPUs together."""
+        groups: dict[tuple[int, ...], list[JobRun]] = {}
+        for allocation in self.kept():
+            groups.setdefault(allocation.run.grant.gpus, []).append(allocation.run)
+        return list(groups.values())
+
     def rate(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> int:
         """Predicted work per tick on the empty cluster; 0 if there is no room for the job.
 
@@ -170,6 +178,34 @@ class ClusterView:
                 sizes[run.index] = least
                 left -= least
         return sizes, left
+
+    def grow(
+        self, sizes: dict[int, int], free: int, gain: Callable[[JobRun, int], float]
+    ) -> dict[int, int]:
+        """The sizes once the free GPUs have gone, one by one, to whom one more gains most.
+
+        Args:
+            sizes: Of the jobs that have GPUs, by index.
+            free: GPUs that are left.
+            gain: What a job of a size gains by one more; who gains nothing gets none.
+        """
+        sizes = dict(sizes)
+        gains: list[tuple[float, int, JobRun]] = []
+
+        def offer(run: JobRun) -> None:
+            size = sizes[run.index]
+            if size < self.most(run) and (more := gain(run, size)) > 0:
+                heappush(gains, (-more, run.index, run))
+
+        for run in self.runs:
+            if run.index in sizes:
+                offer(run)
+        while free and gains:
+            run = heappop(gains)[2]
+            sizes[run.index] += 1
+            free -= 1
+            offer(run)
+        return sizes
 
     def admitting(self, run: JobRun, gpus: Sequence[int]) -> list[int]:
         """Those of some GPUs that have room for a part of the job; of a graph, for its smallest."""

@@ -56,47 +56,38 @@ class AntMan(AllocatingPolicy):
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The running jobs; guaranteed ones that find or take room; others on what is left."""
         answer = view.kept()
-        owners = view.devices.owners
-        alone = [row.run for row in answer if len(owners[row.run.grant.gpus[0]]) == 1]
+        alone = [group[0] for group in view.groups() if len(group) == 1]
         guests = [run for run in alone if run.job.priority < 0]
         hosts = [run for run in alone if run.job.priority >= 0]
         free = len(view.idle)
         waiting = [run for run in view.runs if not run.running]
-        for run in (run for run in waiting if run.job.priority >= 0):
+        for run in sorted(waiting, key=lambda run: run.job.priority < 0):
+            guaranteed = run.job.priority >= 0
             needs = view.needs(run)
-            partner = self._partner(view, run, needs, guests)
+            partners = guests if guaranteed else hosts
+            partner = _partner(view, run, needs, partners)
+            if needs > free and partner is not None:
+                answer.append(Allocation(run, beside=partner))
+                partners.remove(partner)
+                continue
+            while guaranteed and free < needs <= free + sum(len(g.grant.gpus) for g in guests):
+                last = max(guests, key=lambda guest: guest.index)
+                guests.remove(last)
+                answer = [row for row in answer if row.run is not last]
+                free += len(last.grant.gpus)
             if needs <= free:
                 answer.append(Allocation(run))
                 free -= needs
-            elif partner is not None:
-                answer.append(Allocation(run, beside=partner))
-                guests.remove(partner)
-            elif needs <= free + sum(len(guest.grant.gpus) for guest in guests):
-                while free < needs:
-                    last = max(guests, key=lambda guest: guest.index)
-                    guests.remove(last)
-                    answer = [row for row in answer if row.run is not last]
-                    free += len(last.grant.gpus)
-                answer.append(Allocation(run))
-                free -= needs
-        for run in (run for run in waiting if run.job.priority < 0):
-            needs = view.needs(run)
-            partner = self._partner(view, run, needs, hosts)
-            if needs <= free:
-                answer.append(Allocation(run))
-                free -= needs
-            elif partner is not None:
-                answer.append(Allocation(run, beside=partner))
-                hosts.remove(partner)
         return answer
 
-    def _partner(
-        self, view: ClusterView, run: JobRun, needs: int, partners: Sequence[JobRun]
-    ) -> JobRun | None:
-        """Who has as many GPUs, room for it, and keeps them least busy."""
-        fitting = [
-            partner
-            for partner in partners
-            if len(partner.grant.gpus) == needs and view.may_share((partner, run))
-        ]
-        return min(fitting, key=lambda other: (other.job.compute, other.index), default=None)
+
+def _partner(
+    view: ClusterView, run: JobRun, needs: int, partners: Sequence[JobRun]
+) -> JobRun | None:
+    """Who has as many GPUs, room for it, and keeps them least busy."""
+    fitting = [
+        partner
+        for partner in partners
+        if len(partner.grant.gpus) == needs and view.may_share((partner, run))
+    ]
+    return min(fitting, key=lambda other: (other.job.compute, other.index), default=None)

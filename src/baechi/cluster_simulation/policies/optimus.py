@@ -13,7 +13,6 @@ out.
 """
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
@@ -33,23 +32,10 @@ class Optimus(RoundPolicy):
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The least for all in order of arrival, then GPU by GPU."""
-        sizes, free = view.least_sizes(view.runs)
-        gains: list[tuple[float, int, JobRun]] = []
+        least, free = view.least_sizes(view.runs)
 
-        def offer(run: JobRun) -> None:
-            """Notes what one more GPU gains."""
-            size = sizes[run.index]
-            if size < view.most(run):
-                gain = view.time_left(run, size) - view.time_left(run, size + 1)
-                if gain > 0:
-                    heappush(gains, (-gain, run.index, run))
+        def gain(run: JobRun, size: int) -> float:
+            return view.time_left(run, size) - view.time_left(run, size + 1)
 
-        here = [run for run in view.runs if run.index in sizes]
-        for run in here:
-            offer(run)
-        while free and gains:
-            run = heappop(gains)[2]
-            sizes[run.index] += 1
-            free -= 1
-            offer(run)
-        return [Allocation(run, sizes[run.index]) for run in here]
+        sizes = view.grow(least, free, gain)
+        return [Allocation(run, sizes[run.index]) for run in view.runs if run.index in sizes]

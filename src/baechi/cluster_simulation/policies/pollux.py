@@ -14,7 +14,6 @@ restarts counted, it is better than what jobs have now with the idle GPUs given 
 """
 
 from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
@@ -54,24 +53,11 @@ class Pollux(RoundPolicy):
         waiting = [run for run in runs if run.index not in held]
         sizes, free = view.least_sizes(waiting, view.total - sum(held.values()))
         sizes.update(held)
-        gains: list[tuple[float, int, JobRun]] = []
 
-        def offer(run: JobRun) -> None:
-            size = sizes[run.index]
-            if size < view.most(run):
-                gain = self._term(view, run, size) - self._term(view, run, size + 1)
-                if gain > 0:
-                    heappush(gains, (-gain, run.index, run))
+        def gain(run: JobRun, size: int) -> float:
+            return self._term(view, run, size) - self._term(view, run, size + 1)
 
-        for run in runs:
-            if run.index in sizes:
-                offer(run)
-        while free and gains:
-            run = heappop(gains)[2]
-            sizes[run.index] += 1
-            free -= 1
-            offer(run)
-        return sizes
+        return view.grow(sizes, free, gain)
 
     def _term(self, view: ClusterView, run: JobRun, size: int, less: float = 0.0) -> float:
         """What a job adds to the sum that is to be small."""

@@ -48,11 +48,7 @@ class SjfBsbf(AllocatingPolicy):
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The running jobs, and those that start, alone or beside one."""
         answer = view.kept()
-        alone = [
-            allocation.run
-            for allocation in answer
-            if len(view.devices.owners[allocation.run.grant.gpus[0]]) == 1
-        ]
+        alone = [group[0] for group in view.groups() if len(group) == 1]
         free = len(view.idle)
         waiting = [run for run in view.runs if not run.running]
         for run in sorted(waiting, key=lambda run: (run.remaining(view.now), run.index)):
