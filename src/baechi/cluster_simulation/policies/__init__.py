@@ -10,6 +10,7 @@ from baechi.cluster_simulation.policies import tiresias
 from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.antman import AntMan, Opportunistic
 from baechi.cluster_simulation.policies.backfill import Backfill
+from baechi.cluster_simulation.policies.clockwork import Clockwork
 from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
@@ -21,8 +22,13 @@ from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
 from baechi.cluster_simulation.policies.hived import HiveD
+from baechi.cluster_simulation.policies.iadeep import IADeep
+from baechi.cluster_simulation.policies.lyra import Lyra
+from baechi.cluster_simulation.policies.miger import Miger
 from baechi.cluster_simulation.policies.muri import Interleaved, Muri
+from baechi.cluster_simulation.policies.muxflow import MuxFlow
 from baechi.cluster_simulation.policies.optimus import Optimus
+from baechi.cluster_simulation.policies.pal import Pal
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
@@ -74,6 +80,12 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "hived": HiveD,
     "tiresias-skew": TiresiasSkew,
     "dally": Dally,
+    "pal": Pal,
+    "lyra": Lyra,
+    "muxflow": MuxFlow,
+    "miger": Miger,
+    "iadeep": IADeep,
+    "clockwork": Clockwork,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -90,13 +102,14 @@ DEFAULTS: Final = {
         (
             *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
             *("optimus", "pollux", "elastic-srjf"),
-            *("hived", "tiresias-skew", "dally"),
+            *("hived", "tiresias-skew", "dally", "pal", "lyra", "clockwork"),
         ),
         ("best-fit", "exclusive"),
     ),
     "gavel-packed": ("best-fit", "mps"),
     "sjf-bsbf": ("best-fit", "mps"),
-    "antman": ("best-fit", "opportunistic"),
+    "iadeep": ("best-fit", "mps"),
+    **dict.fromkeys(("antman", "muxflow", "miger"), ("best-fit", "opportunistic")),
     **dict.fromkeys(("muri-s", "muri-l"), ("consolidated", "interleaved")),
 }
 # How long a job must have waited, in times that it ran, to go back to the first queue.

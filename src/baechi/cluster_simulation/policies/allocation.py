@@ -52,7 +52,7 @@ class Rates:
     def __init__(self, devices: DeviceStates) -> None:
         self._empty = devices.emptied()
         self._known: dict[object, tuple[int, int]] = {}
-        self._fits: dict[object, bool] = {}
+        self._taken: dict[object, tuple[int, ...]] = {}
         gpus = devices.fleet.gpus
         kinds = dict.fromkeys(gpu.kind for gpu in gpus)
         self.kinds = {
@@ -70,12 +70,13 @@ class Rates:
             self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
         return self._known[asked]
 
-    def fits(self, job: Job, gpus: tuple[int, ...]) -> bool:
-        """True if there is room on some GPUs."""
+    def taken(self, job: Job, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some GPUs that it takes; none if there is no room on them."""
         asked = job.shape, gpus
-        if asked not in self._fits:
-            self._fits[asked] = self._empty.place(job, 0, gpus) is not None
-        return self._fits[asked]
+        if asked not in self._taken:
+            grant = self._empty.place(job, 0, gpus) if gpus else None
+            self._taken[asked] = () if grant is None else grant.gpus
+        return self._taken[asked]
 
 
 @final
@@ -214,12 +215,19 @@ class ClusterView:
 
     def has_memory(self, run: JobRun, gpu: int) -> bool:
         """True if a GPU without jobs has room for a part of it; a graph may have a small one."""
-        free = self.devices.fleet.gpus[gpu].free_bytes
+        device = self.devices.fleet.gpus[gpu]
+        if self.devices.sharing.wants_whole and device.held_bytes:
+            return False
+        free = device.free_bytes
         return free is None or run.job.graph is not None or run.job.memory_bytes <= free
 
     def fits(self, run: JobRun, gpus: tuple[int, ...]) -> bool:
         """True if the job has room on some GPUs without jobs."""
-        return self._rates.fits(run.job, gpus)
+        return bool(self.taken(run, gpus))
+
+    def taken(self, run: JobRun, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some GPUs without jobs that the scheme takes; none if there is no room."""
+        return self._rates.taken(run.job, gpus)
 
     def or_first(self, answer: Sequence[Allocation]) -> Sequence[Allocation]:
         """The answer; if it is none and nobody runs, the first job on any GPUs."""
@@ -310,7 +318,8 @@ class RoundPolicy(AllocatingPolicy):
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """As decided anew in a new round; else as it is, and jobs on what is idle."""
         turn = view.now // self._ticks
-        if turn > self._round or not any(run.running for run in view.runs):
+        urgent = any(not run.running and self.urgent(run) for run in view.runs)
+        if turn > self._round or urgent or not any(run.running for run in view.runs):
             self._round = turn
             return self.decide(view)
         return [*view.kept(), *self.fill(view)]
@@ -318,6 +327,11 @@ class RoundPolicy(AllocatingPolicy):
     @abstractmethod
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The allocation of a round."""
+
+    def urgent(self, run: JobRun) -> bool:
+        """True if a job that waits cannot wait for the next round."""
+        del run
+        return False
 
     def fill(self, view: ClusterView) -> Iterable[Allocation]:
         """Allocations of waiting jobs for idle GPUs, in the middle of a round: those that fit."""

@@ -1,0 +1,156 @@
+"""Idle servers of an inference cluster on loan to training jobs that can shrink: Lyra.
+
+The rule (Li et al., "Lyra: Elastic Scheduling for Deep Learning Clusters", EuroSys'23, sections 4
+and 5): training jobs may run on servers that inference does not need, which takes them back when
+its load rises. Servers are reclaimed one by one, each time the one whose preemption cost is least:
+the sum, over the jobs on it, of 1 over the number of servers that a job is on. A job on a reclaimed
+server is preempted, which makes its other servers cheaper. Who can give up just the workers there
+costs nothing. Training jobs start with their least size, the shortest first; what is left is given
+out by a multiple-choice knapsack, whose items are more workers for a job and whose value is by how
+much they shorten it.
+
+Where we leave it: a job of positive priority is load of inference. It runs on the nodes of GPUs of
+the kind `inference`, or on any where no kind has that name, and nobody preempts it. Training jobs
+that run keep their least size, and change theirs at every event; the paper does so periodically.
+Jobs of one size prefer the GPUs of the training cluster and others those on loan.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, final
+
+import numpy as np
+
+from baechi.cluster_simulation.jobs import JobRun
+from baechi.cluster_simulation.policies.allocation import (
+    AllocatingPolicy,
+    Allocation,
+    ClusterView,
+)
+
+_INFERENCE: Final = "inference"
+
+
+def cheapest(servers: Mapping[int, Mapping[int, bool]], among: Iterable[int]) -> int:
+    """The server that costs least to reclaim.
+
+    Args:
+        servers: The jobs on each, and whether they can give up just their workers there.
+        among: The servers to choose from.
+    """
+    spread = Counter(job for jobs in servers.values() for job in jobs)
+
+    def cost(server: int) -> float:
+        return sum(0.0 if gives else 1 / spread[job] for job, gives in servers[server].items())
+
+    return min(among, key=lambda server: (cost(server), server))
+
+
+def knapsack(values: Sequence[Sequence[float]], room: int) -> list[int]:
+    """How many more each job gets, so that the sum of values is the largest.
+
+    Args:
+        values: Of each job, what it gains by 1, 2, ... more.
+        room: How many there are.
+    """
+    best = np.zeros(room + 1)
+    taken = []
+    for row in values:
+        options = np.full((min(len(row), room) + 1, room + 1), -np.inf)
+        options[0] = best
+        for more, value in enumerate(row[:room], start=1):
+            options[more, more:] = best[: room + 1 - more] + value
+        taken.append(options.argmax(axis=0))
+        best = options.max(axis=0)
+    answer = []
+    for choice in reversed(taken):
+        answer.append(int(choice[room]))
+        room -= answer[-1]
+    return answer[::-1]
+
+
+@final
+class Lyra(AllocatingPolicy):
+    """Inference first, on reclaimed servers if need be; training jobs on what is left."""
+
+    name = "lyra"
+    preemptive = True
+
+    def allocate(self, view: ClusterView) -> Sequence[Allocation]:
+        """Inference, the least sizes, and the knapsack."""
+        pool = view.kinds.get(_INFERENCE, tuple(range(view.total)))
+        inference = [run for run in view.runs if run.job.priority > 0]
+        training = [run for run in view.runs if run.job.priority <= 0]
+        answer = view.kept(inference)
+        held = {gpu for row in answer for gpu in row.run.grant.gpus}
+        on = {run.index: run for run in training if run.running}
+        back: set[int] = set()  # servers that are reclaimed
+        for run in inference:
+            if not run.running and (gpus := _reclaimed(view, run, pool, held, on, back)):
+                answer.append(Allocation(run, among=gpus))
+                held.update(gpus)
+        waiting = [run for run in training if run.index not in on]
+        waiting.sort(key=lambda run: (run.remaining(view.now), run.index))
+        sizes, left = view.least_sizes([*on.values(), *waiting], view.total - len(held))
+        here = [run for run in (*on.values(), *waiting) if run.index in sizes]
+        more = knapsack([_values(view, run, sizes[run.index], left) for run in here], left)
+        for run, extra in zip(here, more, strict=True):
+            sizes[run.index] += extra
+        # Who keeps its size keeps its place, if that is not reclaimed.
+        here.sort(key=lambda run: not (run.running and run.asked == sizes[run.index]))
+        free = tuple(gpu for gpu in range(view.total) if gpu not in held)
+        lent = tuple(gpu for gpu in pool if gpu not in held)
+        own = tuple(gpu for gpu in free if gpu not in lent)
+        for run in here:
+            near = lent if view.most(run) > view.least(run) else own
+            keeps = (
+                run.running and run.asked == sizes[run.index] and held.isdisjoint(run.grant.gpus)
+            )
+            among = near if not keeps and view.fits(run, near) else free
+            answer.append(Allocation(run, sizes[run.index], among))
+        return view.or_first(answer)
+
+
+def _values(view: ClusterView, run: JobRun, least: int, room: int) -> list[float]:
+    """How much sooner a job ends with 1, 2, ... GPUs more."""
+    sizes = range(least + 1, min(view.most(run), least + room) + 1)
+    return [view.time_left(run, least) - view.time_left(run, size) for size in sizes]
+
+
+def _reclaimed(
+    view: ClusterView,
+    run: JobRun,
+    pool: Sequence[int],
+    held: set[int],
+    on: dict[int, JobRun],
+    back: set[int],
+) -> tuple[int, ...]:
+    """GPUs for a job of inference; none if others of its kind hold too many.
+
+    Training jobs that lose theirs go out of `on`, and reclaimed servers into `back`.
+    """
+    gpus = view.devices.fleet.gpus
+    if not view.fits(run, tuple(pool)):
+        pool = range(view.total)
+    unheld = tuple(gpu for gpu in pool if gpu not in held)
+    if not view.fits(run, unheld):
+        return ()
+    while True:
+        servers: dict[int, dict[int, bool]] = {}
+        for index, other in on.items():
+            stays = Counter(
+                gpus[gpu].node for gpu in other.grant.gpus if gpus[gpu].node not in back
+            )
+            for node, count in stays.items():
+                gives = sum(stays.values()) - count >= view.least(other)
+                servers.setdefault(node, {})[index] = gives
+        busy = {gpu for other in on.values() for gpu in other.grant.gpus}
+        idle = (gpu for gpu in unheld if gpu not in busy or gpus[gpu].node in back)
+        if taken := view.taken(run, tuple(idle)):
+            return taken
+        lent = {gpus[gpu].node for gpu in unheld}
+        server = cheapest(servers, lent.intersection(servers))
+        back.add(server)
+        for index, gives in servers[server].items():
+            if not gives:
+                del on[index]
