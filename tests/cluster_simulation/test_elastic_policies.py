@@ -8,17 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baechi import InputError, Op, OpGraph
-from baechi.cluster_simulation.fleet import DeviceStates, Fleet
+from baechi.cluster_simulation.fleet import DeviceStates, Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Exclusive, Job, JobRun, amdahl
 from baechi.cluster_simulation.placement_schemes import Baechi, BestFit
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.allocation import ClusterView, Rates
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
+from baechi.cluster_simulation.policies.lyra import cheapest
+from baechi.cluster_simulation.policies.optimal_choices import knapsack
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.simulator import simulate_cluster
 
-ELASTIC = ("optimus", "pollux", "elastic-srjf")
+ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra")
 
 
 def view_of(jobs, gpus, now=0):
@@ -126,6 +128,74 @@ def test_a_graph_has_as_many_devices_as_speed_it_up(policy):
     jobs = [replace(job, name=f"graph{i}") for i in range(3)]
     result = simulate_cluster(jobs, fleet, policy_named(policy), Baechi())
     assert sorted(row.end_time for row in result.outcomes) == [500, 500, 1000]
+
+
+def simulate(jobs, fleet, policy):
+    result = simulate_cluster(jobs, fleet, policy_named(policy), BestFit())
+    return {row.job.name: row for row in result.outcomes}
+
+
+def test_a_server_costs_the_parts_of_jobs_that_it_has():
+    # Job 0 is on a server of its own, and job 1 on two: each is half of it.
+    servers = {0: {0: False}, 1: {1: False}, 2: {1: False}}
+    assert cheapest(servers, servers) == 1
+    # Job 2 makes it dearer, unless it can give up its workers there.
+    servers[1][2] = False
+    assert cheapest(servers, servers) == 2
+    assert cheapest({**servers, 1: {1: False, 2: True}}, servers) == 1
+    assert cheapest(servers, [0, 1]) == 0
+
+
+def test_lyra_reclaims_servers_with_the_fewest_preemptions():
+    jobs = [
+        Job("narrow", 2, 0, 100),
+        Job("wide", 4, 0, 100),
+        Job("inference", 4, 10, 50, priority=1),
+    ]
+    rows = simulate(jobs, Fleet.uniform(1, 3, 2), "lyra")
+    # Two of three servers are wanted: those of one job.
+    assert {name: row.preempt for name, row in rows.items()} == {
+        "narrow": 0,
+        "wide": 1,
+        "inference": 0,
+    }
+    assert rows["inference"].start_time == 10
+    assert (rows["narrow"].end_time, rows["wide"].end_time) == (100, 60 + 90)
+
+
+def test_who_is_elastic_gives_up_workers_and_goes_on():
+    elastic = Job("elastic", 1, 0, 400, curve=(1000, 2000, 3000, 4000))
+    load = Job("load", 2, 10, 1000, priority=1)
+    rows = simulate([elastic, load], Fleet.uniform(1, 2, 2), "lyra")
+    # 40 of its work are done on four GPUs, and then 2 per tick.
+    assert (rows["elastic"].pending_time, rows["elastic"].end_time) == (0, 10 + 360 // 2)
+    assert rows["load"].start_time == 10
+
+
+def test_inference_stays_in_its_cluster_and_lends_it():
+    fleet = Fleet(tuple(Gpu(i // 2, 0, kind="inference" if i < 2 else "") for i in range(4)))
+    train = [Job("one", 2, 0, 100), Job("two", 2, 0, 100)]
+    load = [Job("load", 2, 10, 50, priority=1), Job("more", 2, 20, 50, priority=1)]
+    rows = simulate([*train, *load], fleet, "lyra")
+    # The job on loan waits; the other is left alone although more is wanted.
+    assert (rows["load"].gpus, rows["more"].gpus) == ((0, 1), (0, 1))
+    assert (rows["load"].start_time, rows["more"].start_time) == (10, 60)
+    assert sorted(row.preempt for name, row in rows.items() if name in {"one", "two"}) == [0, 1]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=4),
+    st.integers(0, 6),
+)
+def test_no_other_workers_are_worth_more(values, room):
+    found = knapsack(values, room)
+    assert sum(found) <= room
+
+    def worth(given):
+        return sum(row[more - 1] for row, more in zip(values, given, strict=True) if more)
+
+    every = product(*(range(len(row) + 1) for row in values))
+    assert worth(found) == max(worth(given) for given in every if sum(given) <= room)
 
 
 def test_amdahl():

@@ -1,16 +1,18 @@
-"""What platforms do by default, as worked examples: priorities, shares, gaps, and distances."""
+"""What platforms do by default, as worked examples: priorities, shares, gaps, places, times."""
 
 import pytest
 
-from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.policies import DEFAULTS, policy_named, scheme_named
+from baechi.cluster_simulation.policies.clockwork import Clockwork
 from baechi.cluster_simulation.policies.locality import closest
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 
 def run(jobs, fleet, policy, scheme=None):
-    result = simulate_cluster(jobs, fleet, policy_named(policy), scheme_named(scheme or "count"))
+    policy = policy_named(policy) if isinstance(policy, str) else policy
+    result = simulate_cluster(jobs, fleet, policy, scheme_named(scheme or "count"))
     return {row.job.name: row for row in result.outcomes}
 
 
@@ -102,3 +104,31 @@ def test_a_gang_waits_for_a_node_then_for_a_switch_then_for_nothing():
     # With room on a node nobody waits.
     rows = run(wide[:1], fleet, "delay-relaxation", "best-fit")
     assert (rows["two"].start_time, rows["two"].end_time) == (100, 110)
+
+
+def test_clockwork_takes_who_must_start_first():
+    # It must have started by its deadline less its time: 10 * 100 - 100, and 40 + 10 * 10 - 10.
+    jobs = [Job("runs", 1, 0, 50), Job("long", 1, 0, 100), Job("short", 1, 40, 10)]
+    rows = run(jobs, Fleet.uniform(1, 1, 1), "clockwork")
+    assert starts(rows) == {"runs": 0, "short": 50, "long": 60}
+
+
+def test_who_is_too_late_makes_nobody_else_late():
+    # At 50 the first is too late, by 2 * 10 from 0 on, and the second is not, by 30 + 2 * 30.
+    jobs = [Job("runs", 1, 0, 50), Job("late", 1, 1, 20), Job("hopeful", 1, 30, 30)]
+    rows = run(jobs, Fleet.uniform(1, 1, 1), Clockwork(slo=2))
+    assert starts(rows) == {"runs": 0, "hopeful": 50, "late": 80}
+    assert starts(run(jobs, Fleet.uniform(1, 1, 1), "fjf"))["late"] == 50
+    # So is who has no deadline.
+    jobs[1] = Job("none", 1, 1, 1, priority=-1)
+    assert starts(run(jobs, Fleet.uniform(1, 1, 1), Clockwork(slo=2)))["none"] == 80
+
+
+@pytest.mark.parametrize(("until", "start", "kind"), [(8, 8, "fast"), (50, 12, "slow")])
+def test_nothing_is_sent_to_where_it_would_be_late(until, start, kind):
+    """The slow GPU takes 100 where 20 are left: only once the fast one is too late as well."""
+    fleet = Fleet((Gpu(0, 0, kind="fast"), Gpu(0, 0, kind="slow")))
+    kinds = (("fast", 1000), ("slow", 100))
+    jobs = [Job("runs", 1, 0, until, kinds=kinds), Job("next", 1, 1, 10, kinds=kinds)]
+    row = run(jobs, fleet, Clockwork(slo=2))["next"]
+    assert (row.start_time, fleet.gpus[row.gpus[0]].kind) == (start, kind)

@@ -1,4 +1,4 @@
-"""Policies that put two and more jobs on the same GPUs: Muri, SJF-BSBF, AntMan."""
+"""Policies that put two and more jobs on the same GPUs: Muri, SJF-BSBF, AntMan, MuxFlow, ..."""
 
 from itertools import permutations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.fleet import Fleet, Slice
 from baechi.cluster_simulation.jobs import WORK, Job, Part, SideBySide
 from baechi.cluster_simulation.policies import (
     DEFAULTS,
@@ -15,21 +15,23 @@ from baechi.cluster_simulation.policies import (
     sharing_named,
 )
 from baechi.cluster_simulation.policies.antman import Opportunistic
+from baechi.cluster_simulation.policies.iadeep import interference
 from baechi.cluster_simulation.policies.muri import (
     Interleaved,
     interruption,
     iteration_together,
 )
+from baechi.cluster_simulation.policies.optimal_choices import best_pairs
 from baechi.cluster_simulation.policies.sjf_bsbf import benefit
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 
-def run(jobs, gpus, policy, **options):
+def run(jobs, fleet, policy, **options):
     scheme, sharing = DEFAULTS[policy]
     options.setdefault("sharing", sharing_named(sharing, 2))
-    result = simulate_cluster(
-        jobs, Fleet.uniform(1, 1, gpus), policy_named(policy), scheme_named(scheme), **options
-    )
+    if isinstance(fleet, int):
+        fleet = Fleet.uniform(1, 1, fleet)
+    result = simulate_cluster(jobs, fleet, policy_named(policy), scheme_named(scheme), **options)
     return {row.job.name: row for row in result.outcomes}
 
 
@@ -185,3 +187,102 @@ def test_antman_slows_down_only_those_without_a_guarantee():
     ]
     rows = run(jobs, 4, "antman")
     assert (rows["wide"].start_time, rows["last"].preempt, rows["first"].preempt) == (10, 1, 0)
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, 3), st.integers(0, 3)), st.integers(0, 20), max_size=10
+    ),
+    st.dictionaries(st.integers(0, 3), st.integers(0, 2), max_size=4),
+)
+def test_no_pairs_weigh_more(weights, room):
+    found = best_pairs(weights, room)
+    assert all(list(found.values()).count(other) <= room.get(other, 1) for other in range(4))
+
+    def most(one, left):
+        """The best for this and all later ones of the first side."""
+        if one > 3:
+            return 0
+        best = most(one + 1, left)
+        for (a, other), weight in weights.items():
+            if a == one and left[other]:
+                best = max(best, weight + most(one + 1, {**left, other: left[other] - 1}))
+        return best
+
+    least = most(0, {other: room.get(other, 1) for other in range(4)})
+    assert sum(weights[pair] for pair in found.items()) == least
+
+
+def test_muxflow_matches_where_antman_takes_the_first():
+    jobs = [
+        Job("idle", 1, 0, 1000, compute=200),
+        Job("busy", 1, 0, 1000, compute=600),
+        Job("small", 1, 10, 100, compute=300, priority=-1),
+        Job("large", 1, 10, 100, compute=800, priority=-1),
+    ]
+    # The first takes the GPU that the other would need, and leaves it half of its rate.
+    rows = run(jobs, 2, "antman")
+    assert (rows["small"].end_time, rows["large"].end_time) == (110, 210)
+    # Matched together both run as if alone.
+    rows = run(jobs, 2, "muxflow")
+    assert (rows["small"].end_time, rows["large"].end_time) == (110, 110)
+    assert (rows["small"].gpus, rows["large"].gpus) == (rows["busy"].gpus, rows["idle"].gpus)
+    # One after the other they are matched anew in the next interval.
+    jobs[2:] = [
+        Job("small", 1, 10, 2000, compute=450, priority=-1),
+        Job("large", 1, 20, 2000, compute=800, priority=-1),
+    ]
+    rows = run(jobs, 2, "muxflow")
+    # They change places at 900: the large one has lost half of 880 until then, and the small one a
+    # ninth of the last hundred of the host to which it goes.
+    assert rows["small"].preempt == rows["large"].preempt == 1
+    assert (rows["small"].end_time, rows["large"].end_time) == (2010 + 12, 20 + 2000 + 880 // 2)
+
+
+def test_an_online_job_does_not_wait_for_offline_ones():
+    jobs = [Job("offline", 1, 0, 100, priority=-1), Job("online", 1, 10, 50, compute=400)]
+    for policy in ("muxflow", "miger"):
+        rows = run(jobs, 1, policy)
+        assert (rows["online"].start_time, rows["online"].end_time) == (10, 60)
+        # At once it is beside it, on the 600 thousandths that are left.
+        assert (rows["offline"].pending_time, rows["offline"].end_time) == (0, 60 + 90 - 30)
+
+
+def test_miger_uses_the_smallest_slice_and_what_it_leaves():
+    fleet = Fleet.uniform(1, 1, 1, slices=(Slice(571), Slice(285)))
+    online = Job("online", 1, 0, 100, compute=150)
+    large = Job("large", 1, 0, 100, compute=571, priority=-1)
+    small = Job("small", 1, 0, 100, compute=100, priority=-1)
+    rows = run([online, large, small], fleet, "miger")
+    # The small one is beside the online job, which keeps 0.53 of its slice busy.
+    assert {name: row.gpus for name, row in rows.items()} == {
+        "online": (1,),
+        "large": (0,),
+        "small": (1,),
+    }
+    assert {row.end_time for row in rows.values()} == {100}
+    # Beside one that keeps 0.88 of it busy there is nobody.
+    rows = run([Job("online", 1, 0, 100, compute=250), large, small], fleet, "miger")
+    assert rows["online"].gpus == (1,)
+    assert max(rows["large"].start_time, rows["small"].start_time) == 100
+    # Who needs more than the small slice waits for the large one, and not in the small one.
+    jobs = [Job("first", 1, 0, 100, compute=400), Job("second", 1, 0, 100, compute=400)]
+    rows = run(jobs, fleet, "miger")
+    assert [row.gpus for row in rows.values()] == [(0,), (0,)]
+    assert rows["second"].start_time == 100
+
+
+def test_iadeep_counts_what_is_lost_and_not_jobs():
+    assert interference((1.0, 1.0)) == 0
+    assert interference((0.5, 0.5)) == 2
+    jobs = [
+        Job("heavy", 1, 0, 1000),
+        Job("light", 1, 1, 1000, compute=200),
+        Job("other", 1, 2, 1000, compute=200),
+        Job("new", 1, 3, 100, compute=500),
+    ]
+    rows = run(jobs, 2, "iadeep", sharing=SideBySide(3))
+    # Beside the heavy one both would keep two thirds; the two light ones leave all that it wants.
+    assert rows["other"].gpus == rows["light"].gpus == rows["new"].gpus
+    assert (rows["new"].start_time, rows["new"].end_time) == (3, 103)
+    assert {row.preempt for row in rows.values()} == {0}

@@ -5,12 +5,13 @@ from collections import deque
 import pytest
 
 from baechi import Op, OpGraph
-from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.placement_schemes import BestFit
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.hived import buddy, cell_of
+from baechi.cluster_simulation.policies.pal import least_slowed
 from baechi.cluster_simulation.policies.tiresias_skew import is_skewed
 from baechi.cluster_simulation.simulator import simulate_cluster
 
@@ -125,3 +126,49 @@ def test_jobs_wider_than_a_node_and_than_a_switch_run(policy):
     fleet = Fleet.uniform(2, 2, 2)
     jobs = [Job("node", 3, 0, 10, "vgg16"), Job("all", 8, 0, 10), Job("one", 1, 0, 10)]
     assert len(run(jobs, fleet, policy)) == 3
+
+
+def varied(*nodes):
+    """Nodes of GPUs of these speeds."""
+    return Fleet(
+        tuple(Gpu(node, 0, None, speed) for node, row in enumerate(nodes) for speed in row)
+    )
+
+
+def test_pal_walks_from_the_least_product_of_distance_and_slowness():
+    """Across nodes a job keeps two thirds of its rate: L is 1.5."""
+    wide = Job("wide", 4, 0, 100, across=(667, 667))
+    every = range(8)
+
+    def first(fleet, job):
+        return next(least_slowed(fleet, job, every, job.gpus))
+
+    # (1, V = 1 / 0.9) is less than (1.5, V = 1), so it stays on the node with slower GPUs.
+    fleet = varied((1000, 1000, 500, 500), (1000, 1000, 900, 900))
+    assert first(fleet, wide) == (4, 5, 6, 7)
+    # (1, V = 1 / 0.6) is more: the four fast ones, on both nodes.
+    fleet = varied((1000, 1000, 500, 500), (1000, 1000, 600, 600))
+    assert first(fleet, wide) == (0, 1, 4, 5)
+    # Then the node of (1, 1 / 0.6), then any of (1.5, 1 / 0.6), then (1, 1 / 0.5), and any.
+    assert list(least_slowed(fleet, wide, every, 4))[1:4] == [
+        (4, 5, 6, 7),
+        (0, 1, 2, 3),
+        (0, 1, 4, 5),
+    ]
+    # One GPU, and more than a node: the fastest; of equal ones where there are about as many.
+    fleet = varied((1000, 1000, 1000, 500), (500, 1000, 600, 600))
+    assert first(fleet, Job("one", 1, 0, 100)) == (5,)
+    assert first(fleet, Job("six", 6, 0, 100)) == (0, 1, 2, 5, 6, 7)
+
+
+def test_the_most_sensitive_job_chooses_first_under_pal():
+    fleet = Fleet((Gpu(0, 0, kind="fast"), Gpu(0, 0, kind="slow")))
+    hardly = Job("hardly", 1, 0, 900, kinds=(("fast", 1000), ("slow", 900)))
+    much = Job("much", 1, 0, 900, kinds=(("fast", 1000), ("slow", 500)))
+    rows = run([hardly, much], fleet, "pal")
+    assert rows["much"].end_time == 900
+    # It arrived first and is on the slow GPU until the other has ended.
+    assert (rows["hardly"].end_time, rows["hardly"].preempt) == (900 + 90, 1)
+    # Beyond the cut nobody is placed, however sensitive, until a GPU is free.
+    rows = run([hardly, Job("also", 1, 0, 900), much], fleet, "pal")
+    assert rows["much"].start_time == 900

@@ -19,14 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, final
 
-import numpy as np
-
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
+from baechi.cluster_simulation.policies.optimal_choices import knapsack
 
 _INFERENCE: Final = "inference"
 
@@ -44,29 +43,6 @@ def cheapest(servers: Mapping[int, Mapping[int, bool]], among: Iterable[int]) ->
         return sum(0.0 if gives else 1 / spread[job] for job, gives in servers[server].items())
 
     return min(among, key=lambda server: (cost(server), server))
-
-
-def knapsack(values: Sequence[Sequence[float]], room: int) -> list[int]:
-    """How many more each job gets, so that the sum of values is the largest.
-
-    Args:
-        values: Of each job, what it gains by 1, 2, ... more.
-        room: How many there are.
-    """
-    best = np.zeros(room + 1)
-    taken = []
-    for row in values:
-        options = np.full((min(len(row), room) + 1, room + 1), -np.inf)
-        options[0] = best
-        for more, value in enumerate(row[:room], start=1):
-            options[more, more:] = best[: room + 1 - more] + value
-        taken.append(options.argmax(axis=0))
-        best = options.max(axis=0)
-    answer = []
-    for choice in reversed(taken):
-        answer.append(int(choice[room]))
-        room -= answer[-1]
-    return answer[::-1]
 
 
 @final
@@ -96,19 +72,34 @@ class Lyra(AllocatingPolicy):
         more = knapsack([_values(view, run, sizes[run.index], left) for run in here], left)
         for run, extra in zip(here, more, strict=True):
             sizes[run.index] += extra
-        # Who keeps its size keeps its place, if that is not reclaimed.
-        here.sort(key=lambda run: not (run.running and run.asked == sizes[run.index]))
-        free = tuple(gpu for gpu in range(view.total) if gpu not in held)
-        lent = tuple(gpu for gpu in pool if gpu not in held)
-        own = tuple(gpu for gpu in free if gpu not in lent)
-        for run in here:
-            near = lent if view.most(run) > view.least(run) else own
-            keeps = (
-                run.running and run.asked == sizes[run.index] and held.isdisjoint(run.grant.gpus)
-            )
-            among = near if not keeps and view.fits(run, near) else free
-            answer.append(Allocation(run, sizes[run.index], among))
-        return view.or_first(answer)
+        return view.or_first([*answer, *_placed(view, here, sizes, pool, held)])
+
+
+def _placed(
+    view: ClusterView,
+    runs: Sequence[JobRun],
+    sizes: Mapping[int, int],
+    pool: Sequence[int],
+    held: set[int],
+) -> list[Allocation]:
+    """Who keeps its size stays, if that is not reclaimed; others go to the cluster they prefer."""
+    inside = set(pool)
+    free = tuple(gpu for gpu in range(view.total) if gpu not in held)
+    parts = {lent: tuple(gpu for gpu in free if (gpu in inside) == lent) for lent in (True, False)}
+    left = {lent: len(gpus) for lent, gpus in parts.items()}
+    stays = [run for run in runs if run.running and run.asked == sizes[run.index]]
+    stays = [run for run in stays if held.isdisjoint(run.grant.gpus)]
+    for run in stays:
+        for gpu in run.grant.gpus:
+            left[gpu in inside] -= 1
+    answer = [Allocation(run, sizes[run.index], run.grant.gpus) for run in stays]
+    for run in runs:
+        if run not in stays:
+            size, lent = sizes[run.index], view.most(run) > view.least(run)
+            near = size <= left[lent] and view.fits(run, parts[lent])
+            left[lent] = max(0, left[lent] - size)
+            answer.append(Allocation(run, size, parts[lent] if near else free))
+    return answer
 
 
 def _values(view: ClusterView, run: JobRun, least: int, room: int) -> list[float]:

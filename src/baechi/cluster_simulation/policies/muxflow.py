@@ -18,7 +18,7 @@ from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.matching import best_pairs
+from baechi.cluster_simulation.policies.optimal_choices import best_pairs
 
 _INTERVAL: Final = 900
 
@@ -38,26 +38,41 @@ class MuxFlow(RoundPolicy):
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The online jobs that fit, who is matched to them, and who fits into the rest."""
-        left, hosts, answer = view.total, {}, []
+        left, hosts = view.total, []
         by_start = sorted(view.runs, key=lambda run: (not run.running, run.index))
-        guests = [run for run in by_start if run.job.priority < 0]
         for run in by_start:
             if run.job.priority >= 0 and view.needs(run) <= left:
                 left -= view.needs(run)
-                hosts[run.index] = run
-                answer.append(Allocation(run))
-        pairs = best_pairs(
-            {
-                (guest.index, host.index): view.slowed_together((host, guest))[1]
-                for guest in guests
-                for host in hosts.values()
-                if view.needs(host) == view.needs(guest) and view.may_share((host, guest))
-            }
-        )
-        for guest in guests:
-            if guest.index in pairs:
-                answer.append(Allocation(guest, beside=hosts[pairs[guest.index]]))
-            elif view.needs(guest) <= left:
-                left -= view.needs(guest)
-                answer.append(Allocation(guest))
-        return answer
+                hosts.append(run)
+        guests = [run for run in by_start if run.job.priority < 0]
+        return [*map(Allocation, hosts), *_matched(view, guests, hosts, left)]
+
+    def fill(self, view: ClusterView) -> Sequence[Allocation]:
+        """In the middle of an interval those who wait are matched to those who are alone."""
+        guests = [run for run in view.runs if not run.running]
+        alone = [group[0] for group in view.groups() if len(group) == 1]
+        hosts = [run for run in alone if run.job.priority >= 0]
+        return _matched(view, guests, hosts, len(view.idle))
+
+
+def _matched(
+    view: ClusterView, guests: Sequence[JobRun], hosts: Sequence[JobRun], left: int
+) -> list[Allocation]:
+    """Allocations beside hosts by the matching, and on GPUs that are left."""
+    by_index = {host.index: host for host in hosts}
+    pairs = best_pairs(
+        {
+            (guest.index, host.index): view.slowed_together((host, guest))[1]
+            for guest in guests
+            for host in hosts
+            if view.needs(host) == view.needs(guest) and view.may_share((host, guest))
+        }
+    )
+    answer = []
+    for guest in guests:
+        if guest.index in pairs:
+            answer.append(Allocation(guest, beside=by_index[pairs[guest.index]]))
+        elif view.needs(guest) <= left:
+            left -= view.needs(guest)
+            answer.append(Allocation(guest))
+    return answer
