@@ -265,6 +265,10 @@ def test_miger_uses_the_smallest_slice_and_what_it_leaves():
     rows = run([Job("online", 1, 0, 100, compute=250), large, small], fleet, "miger")
     assert rows["online"].gpus == (1,)
     assert max(rows["large"].start_time, rows["small"].start_time) == 100
+    # A wide offline job has what no online one wants.
+    jobs = [Job("wide", 2, 0, 100, priority=-1), Job("online", 1, 10, 50, compute=200)]
+    rows = run(jobs, fleet, "miger")
+    assert (rows["online"].start_time, rows["wide"].preempt) == (10, 1)
     # Who needs more than the small slice waits for the large one, and not in the small one.
     jobs = [Job("first", 1, 0, 100, compute=400), Job("second", 1, 0, 100, compute=400)]
     rows = run(jobs, fleet, "miger")

@@ -10,7 +10,7 @@ Where we leave it: it also chooses how each GPU is cut; the slices of a cluster 
 are (`--slice`). It tries all ways on one GPU as a job comes; here the sum is over all GPUs,
 maximized by a matching, in which a job that runs keeps its place for a hundredth less. In time
 means: as fast as on a whole GPU, or on the largest slice. Online jobs are those of priority 0 and
-more. Jobs that no slices of one size hold, and wide offline ones, have any that are free.
+more. Jobs that no slices of one size hold have any; offline ones of several are not matched.
 """
 
 from collections import Counter
@@ -37,22 +37,25 @@ class Miger(AllocatingPolicy):
     preemptive = True
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
-        """Online jobs by arrival, then the matching, then wide offline jobs."""
+        """Online jobs and then wide offline ones, by arrival; for the others the matching."""
         gpus = view.devices.fleet.gpus
         slices = {
             share: tuple(index for index, gpu in enumerate(gpus) if gpu.share == share)
             for share in sorted({gpu.share for gpu in gpus})
         }
         left = Counter(gpu.share for gpu in gpus)
-        by_start = sorted(view.runs, key=lambda run: (not run.running, run.index))
+        runs = sorted(view.runs, key=lambda r: (r.job.priority < 0, not r.running, r.index))
         hosts: dict[int, tuple[JobRun, int]] = {}
         answer = []
-        for run in by_start:
-            if run.job.priority >= 0 and (taken := _smallest(view, run, slices, left)):
-                hosts[run.index] = run, min(gpus[gpu].share for gpu in taken)
+        guests = []
+        for run in runs:
+            if run.job.priority < 0 and view.needs(run) == 1:
+                guests.append(run)
+            elif taken := _smallest(view, run, slices, left):
                 left.subtract(gpus[gpu].share for gpu in taken[: view.needs(run)])
                 answer.append(Allocation(run, among=taken))
-        guests = [run for run in by_start if run.job.priority < 0]
+                if run.job.priority >= 0:
+                    hosts[run.index] = run, min(gpus[gpu].share for gpu in taken)
         weights = {
             (guest.index, place): throughput
             for guest in guests
@@ -65,15 +68,9 @@ class Miger(AllocatingPolicy):
             if place is None:
                 continue
             if place < 0:
-                left[-place] -= 1
                 answer.append(Allocation(guest, among=slices[-place]))
             else:
                 answer.append(Allocation(guest, beside=hosts[place][0]))
-        free = sum(left.values())
-        for guest in guests:
-            if not any(index == guest.index for index, _ in weights) and view.needs(guest) <= free:
-                free -= view.needs(guest)
-                answer.append(Allocation(guest))
         return view.or_first(answer)
 
 
@@ -82,7 +79,8 @@ def _smallest(
 ) -> tuple[int, ...]:
     """What a job has; else the slices of the smallest size that serves it, if enough are free."""
     if run.running:
-        return run.grant.gpus
+        held = Counter(view.devices.fleet.gpus[gpu].share for gpu in run.grant.gpus)
+        return run.grant.gpus if all(left[share] >= held[share] for share in held) else ()
     least = min(run.job.compute, max(slices))
     able = [share for share in slices if share >= least and view.fits(run, slices[share])]
     if not able:
@@ -97,8 +95,6 @@ def _places(
     slices: Mapping[int, tuple[int, ...]],
 ) -> Iterator[tuple[int, float]]:
     """Hosts and slices for an offline job of one GPU, and its throughput there."""
-    if view.needs(guest) != 1:
-        return
     rate, part = view.devices.sharing.rate, guest.job.part
     whole = rate([part], part, WHOLE)
     here = guest.grant.gpus if guest.running else ()
