@@ -16,7 +16,7 @@ from baechi.cluster_simulation.policies import (
 )
 from baechi.cluster_simulation.policies.antman import Opportunistic
 from baechi.cluster_simulation.policies.iadeep import interference
-from baechi.cluster_simulation.policies.muri import (
+from baechi.cluster_simulation.policies.interleaving import (
     Interleaved,
     interruption,
     iteration_together,

@@ -65,7 +65,7 @@ def simulate_cluster(
         preempt_cost: Ticks of work that a job loses when it is preempted.
         restart_cost: Ticks of work that a restart costs.
         interruption: Ticks that a running job loses between an event and the next, unless it ends
-            there, by the jobs on its GPUs: `muri.interruption` is as Muri's simulator has it.
+            there, by the jobs on its GPUs: `interleaving.interruption` is as in Muri's simulator.
         seed: For schemes that draw.
         memo: A cache of placements of the jobs' graphs; given again to a simulation of jobs with
             the same graphs, it saves their computation and changes nothing.

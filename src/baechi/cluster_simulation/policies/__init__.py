@@ -6,7 +6,6 @@ from typing import Final
 
 from baechi.cluster_simulation import placement_schemes as schemes
 from baechi.cluster_simulation.jobs import Exclusive, Sharing, SideBySide, TimeSliced
-from baechi.cluster_simulation.policies import tiresias
 from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.antman import AntMan, Opportunistic
 from baechi.cluster_simulation.policies.backfill import Backfill
@@ -21,17 +20,20 @@ from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFa
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
+from baechi.cluster_simulation.policies.gittins import sampled_gpu_times
 from baechi.cluster_simulation.policies.hived import HiveD
 from baechi.cluster_simulation.policies.iadeep import IADeep
+from baechi.cluster_simulation.policies.interleaving import Interleaved
 from baechi.cluster_simulation.policies.lyra import Lyra
 from baechi.cluster_simulation.policies.miger import Miger
-from baechi.cluster_simulation.policies.muri import Interleaved, Muri
+from baechi.cluster_simulation.policies.muri import Muri
 from baechi.cluster_simulation.policies.muxflow import MuxFlow
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pal import Pal
 from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
+from baechi.cluster_simulation.policies.published_simulator import PublishedLongestPending
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
@@ -148,7 +150,7 @@ def policy_named(
         name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
             2, 4, 8, 10, 100, 1000.
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
-            that `policies/tiresias.py` has.
+            that `policies/tiresias.py` and `published_simulator.py` have.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
 
     Raises:
@@ -162,12 +164,12 @@ def policy_named(
     if not promotes:
         check_choice(name, POLICIES, "policy")
     if base == "lpjf" and compat:
-        return tiresias.PublishedLongestPending("lpjf")
+        return PublishedLongestPending("lpjf")
     options: dict[str, object] = {}
     if base.startswith("dlas"):
         options = {"promote": _PROMOTE[suffix] if promotes else 0, "compat": compat is not None}
     if base == "dlas-gpu-gittins":
-        options["samples"] = tiresias.sampled_gpu_times() if samples is None else samples
+        options["samples"] = sampled_gpu_times() if samples is None else samples
     return _POLICIES[base](**options)
 
 

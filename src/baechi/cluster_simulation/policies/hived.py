@@ -15,7 +15,7 @@ guarantee. A job that runs opportunistically gets the guarantee, in place, when 
 have room and it is on one of them, and else when it stops.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
@@ -24,47 +24,7 @@ from baechi.cluster_simulation.policies.allocation import (
     Allocation,
     ClusterView,
 )
-
-
-def cell_of(gpus: int) -> int:
-    """The size of the smallest cell for so many GPUs."""
-    return 1 << (gpus - 1).bit_length()
-
-
-def buddy(
-    nodes: Iterable[Sequence[int]],
-    taken: Collection[int],
-    avoided: Collection[int],
-    needs: int,
-    fits: Callable[[tuple[int, ...]], bool] = lambda _: True,
-) -> tuple[int, ...] | None:
-    """So many GPUs of a free cell in one of some nodes; `None` if there is none.
-
-    Args:
-        nodes: The GPUs of each.
-        taken: GPUs that are not free.
-        avoided: GPUs that others would lose.
-        needs: How many GPUs; the cell is the smallest that has them.
-        fits: Whether some GPUs will do.
-
-    Of all such cells it is one on which the fewest GPUs are avoided, and of these one whose buddy,
-    and whose buddy's buddy, is the least free: large cells stay whole.
-    """
-    found = []
-    for node in nodes:
-        size = min(cell_of(needs), len(node))
-        for begin in range(0, len(node) - size + 1, size):
-            cell = tuple(node[begin : begin + size])
-            if needs > size or any(gpu in taken for gpu in cell) or not fits(cell[:needs]):
-                continue
-            room, wider = size, 2 * size
-            while wider <= len(node):
-                start = begin // wider * wider
-                if any(gpu in taken for gpu in node[start : start + wider]):
-                    break
-                room, wider = wider, 2 * wider
-            found.append((sum(gpu in avoided for gpu in cell), room, cell[:needs]))
-    return min(found)[-1] if found else None
+from baechi.cluster_simulation.policies.cells import buddy, nodes_of, whole
 
 
 @final
@@ -85,7 +45,7 @@ class HiveD(AllocatingPolicy):
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """Guaranteed jobs first, then the others, both in order of arrival."""
-        nodes = _nodes(view)
+        nodes = nodes_of(view.devices.fleet)
         here = {run.index: run for run in view.runs}
         self._guaranteed = {
             index: cell
@@ -138,8 +98,8 @@ class HiveD(AllocatingPolicy):
         avoided = set(held) - taken
         if needs > max(map(len, nodes)):
             unbound.sort(key=lambda number: (sum(g in avoided for g in nodes[number]), number))
-            whole = _whole(nodes, unbound[: max(0, more)], needs)
-            return whole if whole is not None and view.fits(run, whole) else None
+            found = whole(nodes, unbound[: max(0, more)], needs)
+            return found if found is not None and view.fits(run, found) else None
 
         def fits(cell: tuple[int, ...]) -> bool:
             return view.fits(run, cell)
@@ -150,24 +110,6 @@ class HiveD(AllocatingPolicy):
         return found
 
 
-def _nodes(view: ClusterView) -> list[list[int]]:
-    nodes: list[list[int]] = [[] for _ in range(view.devices.fleet.nodes)]
-    for index, gpu in enumerate(view.devices.fleet.gpus):
-        nodes[gpu.node].append(index)
-    return nodes
-
-
-def _whole(
-    nodes: Sequence[Sequence[int]], numbers: Iterable[int], needs: int
-) -> tuple[int, ...] | None:
-    """So many GPUs of whole nodes, in the order in which these are given."""
-    gpus: list[int] = []
-    for number in numbers:
-        if len(gpus) < needs:
-            gpus += nodes[number]
-    return tuple(sorted(gpus[:needs])) if len(gpus) >= needs else None
-
-
 def _cell_anywhere(
     view: ClusterView, nodes: Sequence[Sequence[int]], away: Collection[int], run: JobRun
 ) -> tuple[int, ...] | None:
@@ -176,5 +118,5 @@ def _cell_anywhere(
     if needs <= max(map(len, nodes)):
         return buddy(nodes, away, (), needs, lambda cell: view.fits(run, cell))
     idle = [number for number, node in enumerate(nodes) if not set(away).intersection(node)]
-    whole = _whole(nodes, idle, needs)
-    return whole if whole is not None and view.fits(run, whole) else None
+    found = whole(nodes, idle, needs)
+    return found if found is not None and view.fits(run, found) else None

@@ -8,116 +8,16 @@ order in which they came, or all by the Gittins index.
 it. The original writes a third limit, which it never reads; it is left out here.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from decimal import ROUND_HALF_UP, Decimal
-from functools import cache
-from importlib.resources import files
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policies.gittins import GittinsIndex
 from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.published_simulator import PublishedEvents
 from baechi.errors import InputError
 
 _LIMITS: Final = (3250, 7200)  # the service at which a job leaves each queue but the last
-_DELTA: Final = 3250
-
-
-@cache
-def sampled_gpu_times() -> tuple[int, ...]:
-    """1,001 GPU-times of jobs in seconds, ascending, as the Tiresias simulator ships them."""
-    text = files("baechi.cluster_simulation.policies").joinpath("gpu_seconds.csv").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return tuple(sorted(int(line) for line in lines[1:]))
-
-
-@final
-class GittinsIndex:
-    """The index by attained service: higher is more urgent, 0 beyond the samples.
-
-    It is the chance to end within the next `delta` over what that costs.
-
-    Args:
-        samples: What jobs needed in all.
-        delta: How far the index looks ahead.
-        rounded: As the original computes it.
-
-    Raises:
-        InputError: There are no samples, or they are not positive.
-    """
-
-    def __init__(
-        self, samples: Sequence[int], *, delta: int = _DELTA, rounded: bool = False
-    ) -> None:
-        if not samples or min(samples) < 1:
-            raise InputError("the Gittins index needs samples of positive GPU-time.")
-        self._samples = sorted(samples)
-        sums = [0, *accumulate(self._samples)]
-        count = len(self._samples)
-        last = self._samples[-1] - 1
-        self._index = []
-        for sample in self._samples:
-            attained = sample - 1
-            here = bisect_right(self._samples, attained)
-            ahead = attained + delta
-            # The original takes all samples but the longest where the next look is beyond it.
-            there = count - 1 if ahead > last else bisect_right(self._samples, ahead)
-            left = count - here
-            cost = sums[there] - sums[here] + delta * (count - there)
-            if rounded:
-                chance = _rounded((there - here) / left, 5)
-                mean = cost // left
-                self._index.append(_rounded(chance * 1_000_000 / mean, 4) if mean else 0.0)
-            else:
-                self._index.append((there - here) / cost if cost else 0.0)
-        self._index.append(0.0)
-
-    def __call__(self, attained: int) -> float:
-        """The index of a job that has had so much."""
-        return self._index[bisect_right(self._samples, attained)]
-
-
-def _rounded(value: float, digits: int) -> float:
-    """Rounded as Python 2 does, exact halves away from zero; Python 3 takes the even neighbor."""
-    return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
-
-
-@final
-class PublishedLongestPending(Fifo):
-    """As the published simulator: a misspelled field does not sort, and starts spoil the walk."""
-
-    def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
-        """Without the job behind each one that starts: it is taken out of the list on the way."""
-        walk = iter(runs)
-        for run in walk:
-            yield run
-            if run.running:
-                next(walk, None)
-
-
-@final
-class _PublishedEvents(Events):
-    """Ends that fall on the next arrival, as the published simulator notes them."""
-
-    def __init__(self, arrivals: Iterable[int]) -> None:
-        super().__init__(arrivals)
-        self._noted: list[JobRun] = []
-
-    def next(self) -> int | None:
-        """As always; notes the jobs that are to end with the next arrival."""
-        if self.end is not None and self.end == self.arrival:
-            self._noted = self.ending_at(self.end)
-        return super().next()
-
-    def take(self, now: int) -> list[JobRun]:
-        """Noted jobs end with the arrival, unless others end then."""
-        arrives = self.arrival is not None and self.arrival <= now
-        ended = super().take(now)
-        if arrives:
-            ended, self._noted = ended or self._noted, []
-        return ended
 
 
 @final
@@ -164,7 +64,7 @@ class LeastAttained(Policy):
         """In the original, jobs that are refused arrive as well."""
         if not self._compat:
             return super().events(admitted, refused)
-        return _PublishedEvents(job.submit_time for job in (*admitted, *refused))
+        return PublishedEvents(job.submit_time for job in (*admitted, *refused))
 
     def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """Queue after queue."""
