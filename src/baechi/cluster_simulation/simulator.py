@@ -28,9 +28,9 @@ from baechi.cluster_simulation.policies.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
-    Rates,
 )
 from baechi.cluster_simulation.policies.policy import Offer, Policy, SelectingPolicy
+from baechi.cluster_simulation.policies.predictions import Rates
 from baechi.cluster_simulation.results import SimulationResult
 from baechi.errors import InputError
 from baechi.units import format_bytes

@@ -11,14 +11,14 @@ Two jobs share GPUs only where an allocation says so (`beside`), and where the s
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import final
 
-from baechi.cluster_simulation.fleet import DeviceStates
-from baechi.cluster_simulation.jobs import WHOLE, WORK, Job, JobRun, Part
+from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policies.predictions import Predictions
 from baechi.validation import check_positive
 
 
@@ -46,54 +46,9 @@ class Allocation:
 
 
 @final
-class Rates:
-    """Predicted rates on the empty cluster, by the simulation's scheme; computed once each."""
-
-    def __init__(self, devices: DeviceStates) -> None:
-        self._empty = devices.emptied()
-        self._known: dict[object, tuple[int, int]] = {}
-        self._taken: dict[object, tuple[int, ...]] = {}
-        gpus = devices.fleet.gpus
-        kinds = dict.fromkeys(gpu.kind for gpu in gpus)
-        self.kinds = {
-            kind: tuple(index for index, gpu in enumerate(gpus) if gpu.kind == kind)
-            for kind in kinds
-        }
-
-    def of(self, job: Job, size: int, kind: str | None) -> tuple[int, int]:
-        """Work per tick, and the GPUs that it takes; zeros if there is no room."""
-        asked = job.shape, job.kinds, job.curve, job.across, size, kind
-        if asked not in self._known:
-            among = None if kind is None else self.kinds[kind]
-            grant = self._empty.place(job, size, among)
-            rate = 0 if grant is None else self._empty.rate(grant, joins=True)
-            self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
-        return self._known[asked]
-
-    def taken(self, job: Job, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of some GPUs that it takes; none if there is no room on them."""
-        asked = job.shape, gpus
-        if asked not in self._taken:
-            grant = self._empty.place(job, 0, gpus) if gpus else None
-            self._taken[asked] = () if grant is None else grant.gpus
-        return self._taken[asked]
-
-
-@final
 @dataclass(frozen=True)
-class ClusterView:
-    """What a policy sees.
-
-    Attributes:
-        now: The time.
-        runs: The jobs that have arrived and not ended, by arrival.
-        devices: What is on every GPU; not to be changed.
-    """
-
-    now: int
-    runs: Sequence[JobRun]
-    devices: DeviceStates
-    _rates: Rates = field(repr=False)
+class ClusterView(Predictions):
+    """What a policy sees: what is on the cluster, and what jobs would do there."""
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
@@ -101,14 +56,10 @@ class ClusterView:
         return tuple(gpu for gpu, owners in enumerate(self.devices.owners) if not owners)
 
     @property
-    def total(self) -> int:
-        """All GPUs."""
-        return len(self.devices.owners)
-
-    @property
-    def kinds(self) -> dict[str, tuple[int, ...]]:
-        """The GPUs of every kind."""
-        return self._rates.kinds
+    def idle_by_kind(self) -> list[int]:
+        """How many GPUs of every kind no job is on."""
+        owners = self.devices.owners
+        return [sum(not owners[gpu] for gpu in gpus) for gpus in self.kinds.values()]
 
     def kept(self, runs: Iterable[JobRun] | None = None) -> list[Allocation]:
         """Allocations for what the running jobs have, those who share after whom they joined."""
@@ -130,37 +81,6 @@ class ClusterView:
         for allocation in self.kept():
             groups.setdefault(allocation.run.grant.gpus, []).append(allocation.run)
         return list(groups.values())
-
-    def rate(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> int:
-        """Predicted work per tick on the empty cluster; 0 if there is no room for the job.
-
-        `WORK` is the rate that its duration was measured at. A job with a graph under the scheme
-        `baechi` has the rate of its placement.
-        """
-        return self._rates.of(run.job, gpus, kind)[0]
-
-    def needs(self, run: JobRun, kind: str | None = None) -> int:
-        """The GPUs that a job takes: fewer than it asks for where its graph fits on fewer."""
-        return self._rates.of(run.job, 0, kind)[1]
-
-    def most(self, run: JobRun) -> int:
-        """The most GPUs that a policy may give it."""
-        job = run.job
-        widest = len(job.curve) or job.gpus
-        if job.graph is not None:
-            widest = job.most_gpus or job.gpus
-        return min(widest, self.total)
-
-    def least(self, run: JobRun) -> int:
-        """The fewest GPUs that it runs on; 0 if it has no room on as many as there are."""
-        if not run.job.curve and run.job.graph is None:
-            return run.job.gpus if run.job.gpus <= self.total else 0
-        sizes = range(1, self.most(run) + 1)
-        return next((size for size in sizes if self.rate(run, size)), 0)
-
-    def size(self, run: JobRun) -> int:
-        """How many GPUs it was given; a graph may use fewer."""
-        return run.asked if run.running else 0
 
     def least_sizes(
         self, runs: Iterable[JobRun], free: int | None = None
@@ -208,60 +128,11 @@ class ClusterView:
             offer(run)
         return sizes
 
-    def admitting(self, run: JobRun, gpus: Sequence[int]) -> list[int]:
-        """Those of some GPUs that have room for a part of the job; of a graph, for its smallest."""
-        part = run.job.part if run.job.graph is None else Part()
-        return [gpu for gpu in gpus if self.devices.admits(gpu, part)]
-
-    def has_memory(self, run: JobRun, gpu: int) -> bool:
-        """True if a GPU without jobs has room for a part of it; a graph may have a small one."""
-        device = self.devices.fleet.gpus[gpu]
-        if self.devices.sharing.wants_whole and device.held_bytes:
-            return False
-        free = device.free_bytes
-        return free is None or run.job.graph is not None or run.job.memory_bytes <= free
-
-    def fits(self, run: JobRun, gpus: tuple[int, ...]) -> bool:
-        """True if the job has room on some GPUs without jobs."""
-        return bool(self.taken(run, gpus))
-
-    def taken(self, run: JobRun, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of some GPUs without jobs that the scheme takes; none if there is no room."""
-        return self._rates.taken(run.job, gpus)
-
     def or_first(self, answer: Sequence[Allocation]) -> Sequence[Allocation]:
         """The answer; if it is none and nobody runs, the first job on any GPUs."""
         if answer or not self.runs:
             return answer
         return [Allocation(self.runs[0])]
-
-    def time_left(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> float:
-        """Predicted ticks to its end; infinite where it has no room."""
-        rate = self.rate(run, gpus, kind)
-        return run.remaining(self.now) * WORK / rate if rate else float("inf")
-
-    def rates_on_kinds(self, run: JobRun) -> list[int]:
-        """Predicted work per tick on every kind."""
-        return [self.rate(run, kind=kind) for kind in self.kinds]
-
-    def may_share(self, runs: Sequence[JobRun]) -> bool:
-        """True if the sharing lets all be on one GPU, memory included where it is modeled."""
-        parts = [run.job.part for run in runs]
-        sharing = self.devices.sharing
-        room = min((gpu.free_bytes for gpu in self.devices.fleet.gpus if gpu.free_bytes), default=0)
-        fits = not room or sum(part.memory_bytes for part in parts) <= room
-        whole = all(run.job.graph is None for run in runs)
-        return (
-            fits
-            and whole
-            and all(sharing.admits(parts[:place], part) for place, part in enumerate(parts))
-        )
-
-    def slowed_together(self, runs: Sequence[JobRun]) -> list[float]:
-        """The part of its rate that each of some jobs keeps where all are on the same GPUs."""
-        parts = [run.job.part for run in runs]
-        rate = self.devices.sharing.rate
-        return [rate(parts, part, WHOLE) / rate([part], part, WHOLE) for part in parts]
 
     def on_best_kinds(self, runs: Iterable[JobRun], left: Sequence[int]) -> Iterator[Allocation]:
         """Allocations of the first jobs that find room: on the kind where they are fastest.
@@ -286,12 +157,6 @@ class ClusterView:
                 if not any(rates) and sum(free) == self.total:
                     free = [0] * len(free)
                     yield Allocation(run)
-
-    @property
-    def idle_by_kind(self) -> list[int]:
-        """How many GPUs of every kind no job is on."""
-        owners = self.devices.owners
-        return [sum(not owners[gpu] for gpu in gpus) for gpus in self.kinds.values()]
 
 
 class AllocatingPolicy(Policy):

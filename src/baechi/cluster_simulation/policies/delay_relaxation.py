@@ -43,7 +43,8 @@ class DelayRelaxation(AllocatingPolicy):
             if run.running or needs > len(free):
                 continue
             level = min(run.waited(view.now) // self._patience, LEVELS - 1)
-            gpus = closest(view.devices.fleet, view.admitting(run, free), needs, level)
+            roomy = [gpu for gpu in free if view.has_memory(run, gpu)]
+            gpus = closest(view.devices.fleet, roomy, needs, level)
             if gpus is not None:
                 # What a graph fits on is for the scheme to say.
                 anywhere = level == LEVELS - 1 and run.job.graph is not None

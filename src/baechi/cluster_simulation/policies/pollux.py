@@ -38,7 +38,7 @@ class Pollux(RoundPolicy):
         """The better of sizes from nothing, and of sizes that only grow."""
         runs = view.runs
         fresh = self.sizes(view, runs, {})
-        held = {run.index: view.size(run) for run in runs if run.running}
+        held = {run.index: run.asked for run in runs if run.running}
         grown = self.sizes(view, runs, held)
         best = min((grown, fresh), key=lambda sizes: self._loss(view, runs, sizes, held))
         # Who has what it had goes first, as it stays where it is.
