@@ -412,6 +412,7 @@ class _Simulation:
         kept: set[int] = set()
         held: set[int] = set()
         names: set[int] = set()
+        sets: dict[int, frozenset[int]] = {}  # of `among`, which many share
         for allocation in allocations:
             run, gpus, other = allocation.run, allocation.run.grant.gpus, allocation.beside
             if run.index in names or run.done:
@@ -425,7 +426,12 @@ class _Simulation:
                 stays = held.isdisjoint(gpus)
             else:
                 stays = other.index in kept and gpus == other.grant.gpus
-            if stays and (allocation.among is None or set(gpus) <= set(allocation.among)):
+            among = allocation.among
+            if stays and among is not None and among != gpus:
+                if id(among) not in sets:
+                    sets[id(among)] = frozenset(among)
+                stays = sets[id(among)].issuperset(gpus)
+            if stays:
                 kept.add(run.index)
                 held.update(gpus)
         return kept

@@ -58,7 +58,8 @@ def in_order(
         level: How near a job's GPUs must be, as for `closest`.
     """
     left = set(range(view.total))
-    held = {gpu for run in view.runs if run.running for gpu in run.grant.gpus}
+    idle = set(view.idle)
+    hopeless: set[object] = set()  # what found no room; less and less is left
     answer = []
     for run in runs:
         needs = len(run.grant.gpus) if run.running else view.needs(run)
@@ -67,12 +68,18 @@ def in_order(
         gpus: tuple[int, ...] | None = None
         if run.running and left.issuperset(run.grant.gpus):
             gpus = run.grant.gpus
-        for pool in (left - held, left):
-            if gpus is None and needs <= len(pool):
-                roomy = [gpu for gpu in sorted(pool) if view.has_memory(run, gpu)]
-                gpus = closest(view.devices.fleet, roomy, needs, level(run))
+        else:
+            near = level(run)
+            asked = needs, near, run.job.graph is None and run.job.memory_bytes
+            for pool in (idle, left) if asked not in hopeless else ():
+                if gpus is None and needs <= len(pool):
+                    roomy = [gpu for gpu in sorted(pool) if view.has_memory(run, gpu)]
+                    gpus = closest(view.devices.fleet, roomy, needs, near)
+            if gpus is None:
+                hopeless.add(asked)
         if gpus is not None:
             left.difference_update(gpus)
+            idle.difference_update(gpus)
             # What a graph fits on is for the scheme to say, which takes one node where it can.
             left_to_scheme = run.job.graph is not None and not run.running
             answer.append(Allocation(run, among=None if left_to_scheme else gpus))
