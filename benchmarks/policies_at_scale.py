@@ -3,14 +3,14 @@
     python3 -m benchmarks.policies_at_scale --jobs 2000,10000,30000,100000
 
 Every policy has the same jobs on 256 GPUs of two kinds, with the scheme and the sharing that it is
-meant for. Jobs ask for 1, 2, 4 or 8 GPUs (70, 10, 10 and 10 %) for a log-normal time with a median of
-2,000 s, and arrive at random such that they ask for `--load` of all GPUs: in the mean of a day, by half
-more in its middle and by half less at night, so that a queue grows and shrinks again. They have owners,
-classes, speeds on the slower kind, speed-up curves, and stages, so that every policy finds what it looks
-at.
+meant for. Jobs ask for 1, 2, 4 or 8 GPUs (70, 10, 10 and 10 %) for a log-normal time with a median
+of 2,000 s, and arrive at random such that they ask for `--load` of all GPUs: in the mean of a day,
+by half more in its middle and by half less at night, so that a queue grows and shrinks again. They
+have owners, classes, speeds on the slower kind, speed-up curves, and stages, so that every policy
+finds what it looks at.
 
-Each simulation runs in a process of its own, which tells its processor time, and a digest of what came
-out, by which two versions of the simulator can be compared.
+Each simulation runs in a process of its own, which tells its processor time, and a digest of what
+came out, by which two versions of the simulator can be compared.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def fleet_of(gpus: int) -> Fleet:
 
 def jobs_of(count: int, gpus: int, load: float, seed: int) -> list[Job]:
     """Jobs that ask for so much of what there is."""
-    mean_work = MEDIAN_S * math.exp(SIGMA**2 / 2) * sum(map(math.prod, zip(SIZES, WEIGHTS)))
+    mean_work = (
+        MEDIAN_S * math.exp(SIGMA**2 / 2) * sum(map(math.prod, zip(SIZES, WEIGHTS, strict=True)))
+    )
     arrivals = poisson_jobs(
         per_tick=load * gpus / mean_work,
         durations=log_normal(MEDIAN_S, SIGMA),
