@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=120)
+    parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--policies", default="all")
     parser.add_argument("--quick", action="store_true", help="small models")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -266,7 +266,7 @@ def main() -> None:
                 for arm in ARMS:
                     if (policy, arm, load) not in known:
                         rows.append(row_of(policy, arm, load, seed, jobs, fleet, memo))
-        _write(path, rows)
+            _write(path, rows)
     text = "\n".join(
         [
             f"$ python3 -m benchmarks.splitting_under_policies {' '.join(sys.argv[1:])}",
