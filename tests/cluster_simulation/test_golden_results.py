@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from benchmarks import openb
 from cluster_oracle import expected
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +116,13 @@ def test_muris_results_are_as_published(policy, mean, error):
     figures = summary(result)
     assert figures["mean_jct"] == pytest.approx(mean, rel=error)
     assert figures["makespan"] == pytest.approx(8174135, rel=0.0001)
+
+
+@published
+@pytest.mark.parametrize(("scheme", "percent"), openb.PUBLISHED.items())
+def test_fgds_allocations_are_as_published(scheme, percent):
+    # The mean of ten seeds there, which differ by 0.1 to 0.6.
+    assert openb.allocated(*openb.read(FOLDER), scheme, 0) == pytest.approx(percent, abs=1)
 
 
 @published
