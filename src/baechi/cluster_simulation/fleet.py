@@ -237,7 +237,8 @@ class DeviceStates:
 
     def open(self, part: Part) -> list[int]:
         """The GPUs that have room for one more part."""
-        return [gpu for gpu in self.among if self.admits(gpu, part)]
+        most, owners = self.sharing.most, self.owners
+        return [gpu for gpu in self.among if len(owners[gpu]) < most and self.admits(gpu, part)]
 
     def place(self, job: Job, size: int = 0, among: Sequence[int] | None = None) -> Grant | None:
         """The grant that the scheme chooses; changes nothing.

@@ -167,12 +167,14 @@ class _Simulation:
         counts = isinstance(devices, DeviceCounter) and not restart_cost and not interruption
         self._selecting = policy if counts and isinstance(policy, SelectingPolicy) else None
         self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
+        numbers: dict[object, int] = {}
+        self._shapes = [numbers.setdefault(job.shape, len(numbers)) for job in jobs]  # by index
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
         self._running: dict[int, JobRun] = {}
         self._wake: int | None = None
         self._waiting = 0
         self._rates: Rates | None = None
-        self._hopeless: set[object] = set()  # shapes that found no room since a job last left
+        self._hopeless: set[int] = set()  # shapes that found no room since a job last left
         self._still = 0  # events since the last arrival or end
         self._least: tuple[int, int] | None = None  # work, in all and of a job, in these events
 
@@ -322,13 +324,15 @@ class _Simulation:
 
     def _deal_out(self, devices: DeviceStates, now: int) -> None:
         """With preemption, GPU by GPU: a job displaces less urgent ones where it must."""
-        hopeless: set[object] = set()
+        hopeless: set[int] = set()
         for rank, run in enumerate(self._queue):
             if run.running or self._begin(run, now):
                 continue
-            shape = run.job.shape
+            shape = self._shapes[run.index]
+            if shape in hopeless:
+                continue
             behind = [other for other in self._queue[rank + 1 :] if other.running]
-            if behind and shape not in hopeless and not self._displace(devices, run, behind, now):
+            if behind and not self._displace(devices, run, behind, now):
                 hopeless.add(shape)
 
     def _displace(self, devices: DeviceStates, run: JobRun, behind: list[JobRun], now: int) -> bool:
@@ -455,7 +459,7 @@ class _Simulation:
 
     def _begin(self, run: JobRun, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""
-        shape = run.job.shape
+        shape = self._shapes[run.index]
         if shape in self._hopeless:
             return False
         grant = self._devices.place(run.job)

@@ -14,7 +14,8 @@ class Rates:
 
     def __init__(self, devices: DeviceStates) -> None:
         self._empty = devices.emptied()
-        self._known: dict[object, tuple[int, int]] = {}
+        self._known: dict[object, dict[object, tuple[int, int]]] = {}  # by what jobs ask for
+        self._of: dict[int, dict[object, tuple[int, int]]] = {}  # the same, by the job's identity
         self._taken: dict[object, tuple[int, ...]] = {}
         gpus = devices.fleet.gpus
         kinds = dict.fromkeys(gpu.kind for gpu in gpus)
@@ -25,13 +26,16 @@ class Rates:
 
     def of(self, job: Job, size: int, kind: str | None) -> tuple[int, int]:
         """Work per tick, and the GPUs that it takes; zeros if there is no room."""
-        asked = job.shape, job.kinds, job.curve, job.across, size, kind
-        if asked not in self._known:
+        known = self._of.get(id(job))
+        if known is None:
+            alike = job.shape, job.kinds, job.curve, job.across
+            known = self._of[id(job)] = self._known.setdefault(alike, {})
+        if (size, kind) not in known:
             among = None if kind is None else self.kinds[kind]
             grant = self._empty.place(job, size, among)
             rate = 0 if grant is None else self._empty.rate(grant, joins=True)
-            self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
-        return self._known[asked]
+            known[size, kind] = rate, 0 if grant is None else len(grant.gpus)
+        return known[size, kind]
 
     def taken(self, job: Job, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some GPUs that it takes; none if there is no room on them."""
