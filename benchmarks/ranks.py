@@ -9,9 +9,9 @@ figure is a ratio of medians. Loss and gradients of the ranks are the loop's in 
 fails.
 
 `--edges` sends messages of several sizes from rank to rank and back, through shared memory and
-gloo. `--kills 200` ends rank 1 of a running step at so many random instants, and looks whether
-rank 0 raises an error and what is left in shared memory. `--setup` times `place` of a GPT-2 small
-on four ranks beside that of one process.
+gloo. `--kills 200` ends one of three ranks at so many random instants of planning or of a step, and
+looks whether both others raise an error, and what is left in shared memory. `--setup` times `place`
+of a GPT-2 small on four ranks beside that of one process.
 """
 
 import os
@@ -37,6 +37,7 @@ from benchmarks.torch_pipeline import Pipeline
 from rich.console import Console
 from rich.table import Table
 from torch import multiprocessing
+from torch.distributed import TCPStore
 
 import baechi
 from baechi.processes.tensor_messages import Message, receive, send
@@ -207,65 +208,91 @@ def print_edges(console: Console) -> None:
     console.print(table)
 
 
-def _killed(folder: Path, rank: int, names: dict[str, str]) -> None:
-    """In a process of its own: rank 0 notes how it learnt that rank 1 is gone."""
+def _small(ranks: Any = None, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = GPT(layers=1, width=16)
+    cheap = {"costs": "estimate", "placer": "round-robin", "progress": False, "microbatches": 4}
+    return baechi.place(model, {"cpu": "8GiB"} if ranks is None else ranks, **cheap, **options)
+
+
+def _killed(folder: Path, names: dict[str, str], rank: int) -> None:
+    """In a process of its own: a rank notes how it learnt that another is gone."""
     os.environ.update(names | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     ids, targets = batch()
     try:
         ranks = baechi.ranks(memory="8GiB", timeout_s=_PATIENCE_S)
-        torch.manual_seed(1)
-        model = GPT(layers=2, width=32)
-        options = {"costs": "estimate", "placer": "round-robin", "progress": False}
-        placed = baechi.place(model, ranks, microbatches=_M, **options)
+        (folder / f"planning {rank}").touch()
+        placed = _small(ranks)
         placed.step(ids, targets=targets, loss=criterion)
-        (folder / f"ready {rank}").touch()
+        (folder / f"stepping {rank}").touch()
         while True:
             placed.step(ids, targets=targets, loss=criterion)
-    except baechi.ExecutionError as error:
-        (folder / f"error {rank}").write_text(f"{time.monotonic()} {error}")
-    except BaseException:
-        (folder / f"other {rank}").write_text(traceback.format_exc())
+    except BaseException as error:
+        now = time.monotonic()
+        known = isinstance(error, baechi.ExecutionError)
+        text = f"{now} {error}" if known else traceback.format_exc()
+        (folder / f"{'error' if known else 'other'} {rank}").write_text(text)
     os._exit(0)
 
 
-def print_kills(console: Console, kills: int) -> None:
-    """Rank 1 of two ends at random instants; both are forks of this process, which imports once."""
-    draw, waits, wrong = random.Random(0), [], []
-    for number in range(kills):
+def print_kills(console: Console, kills: int, first: int) -> None:
+    """Each of these kills one of three ranks that plan or run a step, at an instant by its seed.
+
+    They are forks of this process, which imports once, and has the launcher's store.
+    """
+    _small(example_args=batch()[:1]).unplace()  # imports what a trace does
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    waits, wrong = [], []
+    for seed in range(first, first + kills):
+        draw = random.Random(seed)
+        victim, when, delay = (
+            draw.randrange(3),
+            draw.choice(("planning", "stepping")),
+            draw.random(),
+        )
+        names = common | {"TORCHELASTIC_RESTART_COUNT": str(seed)}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            names["MASTER_PORT"] = str(21_000 + (os.getpid() * 211 + number) % 20_000)
             children = []
-            for rank in range(2):
+            for rank in range(3):
                 child = os.fork()
                 if child == 0:
-                    _killed(folder, rank, names)
+                    _killed(folder, names, rank)
                 children.append(child)
-            while not (folder / "ready 1").exists() and not list(folder.glob("[eo]*")):
-                time.sleep(0.01)
-            time.sleep(draw.random() * 0.3)
-            os.kill(children[1], signal.SIGKILL)
+            while not (folder / f"{when} {victim}").exists():
+                assert not list(folder.glob("[eo]*")), [p.read_text() for p in folder.glob("[eo]*")]
+                time.sleep(0.005)
+            time.sleep(delay * 0.3)
+            os.kill(children[victim], signal.SIGKILL)
             killed = time.monotonic()
-            while time.monotonic() - killed < 3 * _PATIENCE_S and not list(folder.glob("[eo]*")):
+            others = {*range(3)} - {victim}
+            # A rank is given what it may take; one that is still there then hangs.
+            while time.monotonic() - killed < 3 * _PATIENCE_S and len(others) > 0:
+                others -= {rank for rank in others if os.waitpid(children[rank], os.WNOHANG)[0]}
                 time.sleep(0.01)
-            time.sleep(0.05)
-            text = folder / "error 0"
-            if text.exists() and "rank 1" in text.read_text():
-                waits.append(float(text.read_text().split()[0]) - killed)
+            os.waitpid(children[victim], 0)
+            for rank in others:
+                os.kill(children[rank], signal.SIGKILL)
+                os.waitpid(children[rank], 0)
+            texts = dict.fromkeys({*range(3)} - {victim}, "")
+            for path in folder.glob("[eo]*"):
+                texts[int(path.name.split()[1])] = path.read_text()
+            if all(f"rank {victim} is gone" in text for text in texts.values()):
+                waits += [float(text.split()[0]) - killed for text in texts.values()]
             else:
-                rows = [path.read_text() for path in folder.glob("[eo]*")]
-                wrong.append(f"{number}: {rows}")
-                os.kill(children[0], signal.SIGKILL)
-            for child in children:
-                os.waitpid(child, 0)
+                wrong.append(f"{seed}, rank {victim} killed while {when}: {texts}")
     left = [path.name for path in Path("/dev/shm").glob("baechi-*")]
-    console.print(f"{kills} kills: {len(waits)} errors, {len(wrong)} of another kind or none")
+    console.print(
+        f"{kills} kills of a rank of three, seeds {first} to {first + kills - 1}: "
+        f"{kills - len(wrong)} raised on both others, {len(wrong)} not"
+    )
     for text in wrong[:5]:
         console.print(text, markup=False)
     if waits:
         console.print(f"after {statistics.median(waits):.2f} s, at most {max(waits):.2f} s")
-    console.print(f"left in shared memory: {left or 'nothing'}")
+    console.print(f"left in shared memory: {left or 'nothing'}; every process has ended")
 
 
 def _setup(end: Any, alone: bool) -> None:
@@ -298,6 +325,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few rounds.")] = False,
     edges: Annotated[bool, typer.Option(help="Messages of several sizes.")] = False,
     kills: Annotated[int, typer.Option(help="So many ends of a rank.")] = 0,
+    first: Annotated[int, typer.Option(help="The seed of the first of them.")] = 0,
     setup: Annotated[bool, typer.Option(help="Time to place on four ranks.")] = False,
 ) -> None:
     """Print a table."""
@@ -307,7 +335,7 @@ def main(
     if edges:
         print_edges(console)
     elif kills:
-        print_kills(console, kills)
+        print_kills(console, kills, first)
     elif setup:
         print_setup(console)
     else:

@@ -1,5 +1,8 @@
 """Errors; every text names the problem with its values, the likely cause, and the remedy."""
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import final
 
 
@@ -87,3 +90,14 @@ def reason_of(error: Exception) -> str:
 def with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:
     """The same failure with another text."""
     return type(failure)(text, *failure.args[1:])
+
+
+def described(error: BaseException) -> str:
+    """An error's type and text, and the last line of the user's own code on its way."""
+    # That is neither Baechi's, nor a library's, nor Python's own.
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    libraries, where = {"site-packages", "dist-packages"}, ""
+    for row in traceback.extract_tb(error.__traceback__):
+        if not row.filename.startswith(others) and not libraries & {*Path(row.filename).parts}:
+            where = f" at {row.filename}:{row.lineno}"
+    return f"{type(error).__name__}: {error}{where}"

@@ -18,9 +18,11 @@ import rank_checks
 import baechi
 
 SUPPORT = Path(rank_checks.__file__).parent
-LAST = ("an_error_of_one_rank_is_one_of_all", "ranks_that_do_different_things_are_told")
+LAST = ("an_error_in_forward_is_one_of_all", "ranks_that_do_different_things_are_told")
 APART = (
     *LAST,
+    "an_error_in_the_loss_is_one_of_all",
+    "an_error_between_steps_is_one_of_all",
     "a_checkpoint_of_two_ranks_loads_here",
     "steps_until_somebody_is_gone",
     "replicas_have_the_mean",
@@ -127,6 +129,29 @@ def test_a_launcher_restarts_all_from_a_checkpoint(tmp_path: Path) -> None:
         assert ("Signal 9" in run.stderr or "exitcode: -9" in run.stderr) == bool(killed_at)
         losses.append((folder / "losses").read_text())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "transport"), [("forward", "gloo"), ("the_loss", "auto"), ("the_loss", "gloo")]
+)
+def test_an_error_on_a_rank_is_one_of_all(part: str, transport: str, tmp_path: Path) -> None:
+    name = f"an_error_in_{part}_is_one_of_all"
+    assert outcome(2, tmp_path, transport, name) == {name: ["", ""]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "transport"), [("first", "gloo"), ("last", "auto")])
+def test_an_error_that_ends_a_rank_is_told_to_all(who: str, transport: str, tmp_path: Path) -> None:
+    name, before = "an_error_between_steps_is_one_of_all", shared_memory()
+    script = str(SUPPORT / "rank_checks.py")
+    processes = begun(3, script, str(tmp_path), name, who, transport)
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    ended = 0 if who == "first" else 2
+    assert "OwnError" in texts[ended]
+    for rank in {0, 1, 2} - {ended}:
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {name: ""}, texts[rank]
+    assert shared_memory() == before
 
 
 @pytest.mark.slow

@@ -333,22 +333,51 @@ def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
     ranks.cluster = usual
 
 
-@check
-def an_error_of_one_rank_is_one_of_all(ranks: Ranks) -> None:
-    """The last check: no rank goes on. A token that the embedding does not have."""
+def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> None:
+    """A step whose first operator of a name fails on the rank that runs it."""
     placed = place(Tied(), ranks, microbatches=4)
     placed.step(X, targets=T, loss=criterion)
-    rows = ranks.exchange("test", json.dumps([*placed.state_dict()]))
-    home = next(rank for rank, row in enumerate(rows) if "tokens.weight" in json.loads(row))
+    ops = placed.graph.ops
+    home = next(d for op, d in zip(ops, placed.placement.devices, strict=True) if part in op.name)
     for _ in range(2):
-        who = "" if ranks.rank == home else f"rank {home} failed: model.tokens/"
-        with pytest.raises(baechi.ExecutionError, match=rf"{who}.*first = h = self.tokens\(x\)"):
-            placed.step(X + 99, targets=T, loss=criterion)
+        who = "" if ranks.rank == home else f"rank {home} failed: [^\n]*{part}.*"
+        with pytest.raises(baechi.ExecutionError, match=f"(?s)^{who}.*{line}"):
+            placed.step(x, targets=t, loss=criterion)
+
+
+@check
+def an_error_in_forward_is_one_of_all(ranks: Ranks) -> None:
+    """A last check: no rank goes on. A token that the embedding does not have."""
+    fails_on_all(ranks, "tokens", r"first = h = self.tokens\(x\)", X + 99, T)
+
+
+@check
+def an_error_in_the_loss_is_one_of_all(ranks: Ranks) -> None:
+    """A last check. A target that there is not."""
+    line = "in criterion: return functional.cross_entropy"
+    fails_on_all(ranks, "cross_entropy", line, X, T + 99)
+
+
+class OwnError(BaseException):
+    """An error of the script, which ends its process."""
+
+
+@check
+def an_error_between_steps_is_one_of_all(ranks: Ranks) -> None:
+    """A last check: what ends the process of the last rank, or of the first, is told to all."""
+    placed = place(Tied(), ranks, microbatches=4)
+    placed.step(X, targets=T, loss=criterion)
+    ended = 0 if "first" in sys.argv else ranks.size - 1
+    if ranks.rank == ended:
+        raise OwnError("the data are at an end")
+    told = rf"rank {ended} failed: OwnError: the data are at an end at .*rank_checks.py:\d+"
+    with pytest.raises(baechi.ExecutionError, match=told):
+        placed.step(X, targets=T, loss=criterion)
 
 
 @check
 def ranks_that_do_different_things_are_told(ranks: Ranks) -> None:
-    """The last check: here another shape on one rank, which plans while the others run."""
+    """A last check: here another shape on one rank, which plans while the others run."""
     placed = place(Tied(), ranks)
     placed(X)
     with pytest.raises(baechi.ExecutionError, match="plans a call"):
@@ -357,7 +386,7 @@ def ranks_that_do_different_things_are_told(ranks: Ranks) -> None:
 
 @check
 def steps_until_somebody_is_gone(ranks: Ranks) -> None:
-    """The last check: the test ends or stops a rank."""
+    """A last check: the test ends or stops a rank."""
     placed = place(Tied(), ranks, 1, microbatches=4)
     began = time.monotonic()
 

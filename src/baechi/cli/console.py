@@ -5,8 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import baechi
-from baechi.errors import BaechiError, InfeasibleError, InputError, reason_of
+from baechi.errors import BaechiError, InfeasibleError, InputError, described, reason_of
 from baechi.storage.serialization import dump
 from baechi.traced.checkpoint_units import named_units
 from baechi.traced.traced_model import Traced
@@ -190,13 +188,7 @@ def _run(name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        # The last line that is neither Baechi's, nor a library's, nor Python's own.
-        others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
-        libraries, where = {"site-packages", "dist-packages"}, ""
-        for row in traceback.extract_tb(error.__traceback__):
-            if not row.filename.startswith(others) and not libraries & {*Path(row.filename).parts}:
-                where = f" at {row.filename}:{row.lineno}"
-        raise InputError(f"{name} raised {type(error).__name__}: {error}{where}.") from error
+        raise InputError(f"{name} raised {described(error)}.") from error
 
 
 def _import_name(name: str) -> Any:

@@ -14,6 +14,7 @@ import ctypes
 import json
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch
 from torch import distributed
 
 from baechi import errors
-from baechi.errors import BaechiError, ExecutionError, InfeasibleError, InputError
+from baechi.errors import BaechiError, ExecutionError, InfeasibleError, InputError, described
 from baechi.processes.edges import (
     SLOT_BYTES,
     GlooReceiver,
@@ -53,6 +54,7 @@ _LATER: Final = "Restart all ranks, from a checkpoint: torchrun does with --max-
 _FOREVER: Final = timedelta(days=365)  # edges have a limit of their own
 _SHARED: Final = Path("/dev/shm")
 _FAILURE: Final = "failure"
+_KNOWN: Final = "known"  # so many ranks know it
 
 
 @final
@@ -95,6 +97,7 @@ class Ranks:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._failed = ""
+        atexit.register(self._finish)
         # Of what is the same rank in all replicas.
         alike = [list(range(rank, self._all, self.size)) for rank in range(self.size)]
         self._alike: Any = None
@@ -196,13 +199,14 @@ class Ranks:
         self.tell(error)
         raise error
 
-    def tell(self, error: BaseException) -> None:
+    def tell(self, error: BaseException | str) -> None:
         """Tell all ranks of an error, if it is the first one."""
         if self._failed:
             return
         self._failed = f"rank {self._me} failed: {error}"
         with suppress(Exception):  # the store may be gone, too
             self._store.compare_set(f"{self._name}/{_FAILURE}", "", self._failed)
+            self._store.add(f"{self._name}/{_KNOWN}", 1)
         self.close()
 
     def check(self) -> None:
@@ -214,6 +218,7 @@ class Ranks:
         key = f"{self._name}/{_FAILURE}"
         if self._asked([key]):
             self._failed = self._store.get(key).decode()
+            self._store.add(f"{self._name}/{_KNOWN}", 1)
             self.close()
             self.check()
 
@@ -255,10 +260,21 @@ class Ranks:
         )
 
     def _finish(self) -> None:
-        """Have what was sent arrive before the process ends, unless a rank has failed."""
-        with suppress(BaechiError):
+        """Before the process ends: others learn of the error that ends it, or have what was sent.
+
+        Rank 0 may serve the store, and stays until all know.
+        """
+        error = getattr(sys, "last_value", None)  # which Python has printed
+        if error is not None:
+            self.tell(described(error))
+        with suppress(Exception):
             for _, sender in self._gloo.values() if not self._failed else ():
                 sender.finish()
+            since, known = time.monotonic(), f"{self._name}/{_KNOWN}"
+            while self._failed and self._me == 0 and self._store.add(known, 0) < self._all:
+                if time.monotonic() - since > _REASON_S:
+                    break
+                time.sleep(0.02)
 
     def close(self) -> None:
         """Let go of all edges; whoever waits at their other ends sees that."""
@@ -293,7 +309,6 @@ class Ranks:
                         # ~ProcessGroupGloo would wait for what has begun, though it be with a rank
                         # that is stopped (torch, csrc/distributed/c10d/ProcessGroupGloo.cpp).
                         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            atexit.register(self._finish)
         for peer in (rank for rank in others if rank not in shared):
             if peer not in self._gloo:
                 there = self.first + peer

@@ -403,6 +403,7 @@ def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
 # By which `nn.MultiheadAttention` avoids its fused kernel in a trace.
 TRACER_CHECK: Final = (nn.modules.activation, "_is_make_fx_tracing")
 _TORCH: Final = str(Path(torch.__file__).parent)
+_OURS: Final = str(Path(__file__).parents[1])
 
 
 _Frames = tuple[tuple[str, int, str], ...]  # files, lines and functions, the innermost first
@@ -450,7 +451,10 @@ def frugal_export() -> Iterator[None]:
     @cache  # equal stacks, as of equal layers, become text once
     def lines(tracer: fx.Tracer, frames: _Frames) -> _Lines:
         rows = [FrameSummary(*frame, lookup_line=False) for frame in reversed(frames)]
-        return _Lines(kept(tracer, StackSummary.from_list(rows)).format())
+        found = kept(tracer, StackSummary.from_list(rows))
+        if found and found[-1].filename.startswith(_OURS):  # a loss, which is no `forward`
+            found += rows[rows.index(found[-1]) + 1 :][:1]
+        return _Lines(found.format())
 
     stack = SimpleNamespace(extract=lambda: SimpleNamespace(summary=_models_frames))
     with (
