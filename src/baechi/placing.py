@@ -1,7 +1,5 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +30,13 @@ from baechi.probing.link_probe import graph_launch_ns
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
+from baechi.processes.agreement import (
+    compare_programs,
+    costs_of_kinds,
+    placement_for_all,
+    refuse_for_ranks,
+    trace_of_all,
+)
 from baechi.processes.world import Ranks
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster, Constraints
@@ -57,7 +62,6 @@ from baechi.runtime.step_measurement import Comparison, compare, remembered
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
-from baechi.storage.serialization import dumps, loads
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
@@ -73,12 +77,6 @@ from baechi.validation import check_choice, check_is, check_positive, check_thre
 MAX_SHAPES: Final = 8
 # What a turn of a micro-batch takes besides its operators and what arrives (docs/pipelining.md).
 _TURN_NS: Final = 20_000
-# What does not go with ranks.
-_WHY_NOT: Final = {
-    "verify": "no rank has the whole model to compare with; verify it in one process",
-    "compile": "a rank that compiles in a step would keep the others waiting",
-    "cuda_graphs": "what comes from other ranks has no fixed place in memory",
-}
 
 
 def place(
@@ -196,7 +194,10 @@ def place(
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
     world = devices if isinstance(devices, Ranks) else None
-    _refuse_for_ranks(world, model, others, weights)
+    if world is not None:
+        refuse_for_ranks(others)
+        if weights is None:
+            refuse_meta(model)
     cluster = with_kinds(world.cluster if world is not None else probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = list(
@@ -264,19 +265,6 @@ def _check_objective(objective: str, *, training: bool, batches: int) -> None:
         raise InputError(
             f"objective={objective!r} is for requests: give training=False, and no microbatches=."
         )
-
-
-def _refuse_for_ranks(
-    ranks: Ranks | None, model: nn.Module, others: Mapping[str, Any], weights: Any
-) -> None:
-    """Raise an error for what does not go with ranks, where there are any."""
-    for name, value in others.items() if ranks is not None else ():
-        if value:
-            raise InputError(
-                f"{name}= does not go with baechi.ranks(): {_WHY_NOT[name]}. Leave it out."
-            )
-    if weights is None and ranks is not None:
-        refuse_meta(model)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -419,21 +407,8 @@ class _Planner:
         self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
     ) -> tuple[Call, Traced]:
         """As `_traced`; of ranks each has the same."""
-        if self.ranks is None:
-            return self._traced(model, call, kin, gradients=gradients)
-        failure = ""
-        try:
-            call, traced = self._traced(model, call, kin, gradients=gradients)
-        except BaechiError as error:
-            failure = str(error)
-            raise
-        finally:  # the others would wait for this rank
-            failures = self.ranks.exchange("a trace", failure)
-        for rank, text in enumerate(failures):
-            if text:
-                raise InputError(f"rank {rank} cannot plan this call: {text}")
-        self.ranks.compare("the traced model", traced.digest, lambda: [*map(str, traced.ops)])
-        return call, traced
+        trace = partial(self._traced, model, call, kin, gradients=gradients)
+        return trace() if self.ranks is None else trace_of_all(self.ranks, trace)
 
     def choose(
         self, model: nn.Module, call: Call, cutting: Microbatches
@@ -492,12 +467,9 @@ class _Planner:
                 **microbatches,
             )
             special.wants_gradients = self.training
-            text = special.program.explain()
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            self.ranks.compare("the program", digest, text.splitlines)
             rhythm, schedule = special.rhythm, cast(Schedule, special.schedule)
             step_ns = schedule.makespan_ns if rhythm is None else rhythm.step_ns
-            self.ranks.step_ns = max(self.ranks.step_ns, step_ns)
+            compare_programs(self.ranks, special.program, step_ns)
             homes = {home for tensor, home in special.state_devices.items() if tensor.requires_grad}
             idle = [str(rank) for rank in range(self.ranks.size) if rank not in homes]
             if self.training and homes and idle:
@@ -599,15 +571,8 @@ class _Planner:
     ) -> tuple[OpGraph, Placement, Any]:
         """As `_searched`; of ranks the first one searches, with costs of each kind of device."""
         profiles = self._profiles(traced)
-        if self.ranks is None:
-            return self._searched(traced, profiles, homes, batches, compared)
-
-        def decided() -> str:
-            graph, placement, again = self._searched(traced, profiles, homes, batches, compared)
-            return json.dumps([dumps(graph), dumps(placement), again])
-
-        graph, placement, again = json.loads(self.ranks.decide("a placement", decided))
-        return loads(graph, OpGraph), loads(placement, Placement), again
+        search = partial(self._searched, traced, profiles, homes, batches, compared)
+        return search() if self.ranks is None else placement_for_all(self.ranks, search)
 
     def _searched(
         self,
@@ -718,8 +683,10 @@ class _Planner:
         if self.costs == "estimate":
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
-        if self.ranks is not None:
-            return self._of_ranks(traced, self.ranks)
+        if (ranks := self.ranks) is not None:
+            options: Any = {"threads": self.threads or torch.get_num_threads()}
+            options["progress"] = self.progress and ranks.rank == 0
+            return costs_of_kinds(ranks, partial(profile, traced, ranks.device, **options))
         threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
         if threads is None and cpus:  # an operator's threads are its device's share
             threads = max(torch.get_num_threads() // cpus, 1)
@@ -730,19 +697,6 @@ class _Planner:
             profile(traced, place, threads=threads, progress=self.progress)
             for place in first.values()
         ]
-
-    def _of_ranks(self, traced: Traced, ranks: Ranks) -> list[Profile]:
-        """The costs on each kind of device, by the first rank that has one."""
-        rows = [*enumerate(self.cluster.devices)]
-        first = {device.kind: rank for rank, device in reversed(rows)}
-
-        def measured() -> str:
-            threads = self.threads or torch.get_num_threads()
-            progress = self.progress and ranks.rank == 0
-            return dumps(profile(traced, ranks.device, threads=threads, progress=progress))
-
-        texts = [ranks.decide("costs", measured, rank) for rank in sorted(first.values())]
-        return [loads(text, Profile) for text in texts]
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

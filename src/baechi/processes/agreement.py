@@ -1,0 +1,77 @@
+"""What ranks agree on while they plan: all trace and compile the same, and one decides for all."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from baechi.errors import InputError
+from baechi.processes.world import Ranks
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Program
+from baechi.records.op_costs import Profile
+from baechi.records.placement import Placement
+from baechi.storage.serialization import dumps, loads
+from baechi.traced.traced_model import Traced
+
+_T = TypeVar("_T")
+# What does not go with ranks.
+_WHY_NOT: Final = {
+    "verify": "no rank has the whole model to compare with; verify it in one process",
+    "compile": "a rank that compiles in a step would keep the others waiting",
+    "cuda_graphs": "what comes from other ranks has no fixed place in memory",
+}
+
+
+def refuse_for_ranks(options: Mapping[str, Any]) -> None:
+    """Raise an error for an option that does not go with ranks."""
+    for name, why in _WHY_NOT.items():
+        if options[name]:
+            raise InputError(f"{name}= does not go with baechi.ranks(): {why}. Leave it out.")
+
+
+def trace_of_all(ranks: Ranks, trace: Callable[[], tuple[_T, Traced]]) -> tuple[_T, Traced]:
+    """What each rank traces, which is the same; or the error of one that cannot."""
+    failure = ""
+    try:
+        call, traced = trace()
+    except Exception as error:
+        failure = str(error) or repr(error)
+        raise
+    finally:  # the others would wait for this rank
+        failures = ranks.exchange("a trace", failure)
+    for rank, text in enumerate(failures):
+        if text:
+            raise InputError(f"rank {rank} cannot plan this call: {text}")
+    ranks.compare("the traced model", traced.digest, lambda: [*map(str, traced.ops)])
+    return call, traced
+
+
+def costs_of_kinds(ranks: Ranks, measured: Callable[[], Profile]) -> list[Profile]:
+    """The costs on each kind of device, by the first rank that has one."""
+    first = {row.kind: rank for rank, row in reversed([*enumerate(ranks.cluster.devices)])}
+    found = [
+        ranks.decide("costs", lambda: dumps(measured()), rank) for rank in sorted(first.values())
+    ]
+    return [loads(text, Profile) for text in found]
+
+
+def placement_for_all(
+    ranks: Ranks, search: Callable[[], tuple[OpGraph, Placement, Any]]
+) -> tuple[OpGraph, Placement, Any]:
+    """What the first rank finds: a graph, its placement, and what runs forward again."""
+
+    def decided() -> str:
+        graph, placement, again = search()
+        return json.dumps([dumps(graph), dumps(placement), again])
+
+    graph, placement, again = json.loads(ranks.decide("a placement", decided))
+    return loads(graph, OpGraph), loads(placement, Placement), again
+
+
+def compare_programs(ranks: Ranks, program: Program, step_ns: int) -> None:
+    """Raise an error unless all have one program; its step may be the longest so far."""
+    text = program.explain()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    ranks.compare("the program", digest, text.splitlines)
+    ranks.step_ns = max(ranks.step_ns, step_ns)
