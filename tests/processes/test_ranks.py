@@ -26,6 +26,7 @@ APART = (
     "a_checkpoint_of_two_ranks_loads_here",
     "steps_until_somebody_is_gone",
     "replicas_have_the_mean",
+    "gpus_are_the_loop",
 )
 TOGETHER = [name for name in rank_checks.CHECKS if name not in APART]
 
@@ -34,6 +35,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 
 def environment() -> dict[str, str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1]), *map(str, Path(baechi.__file__).parents[1:2])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # where CUDA is emulated
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **variables}
 
@@ -158,6 +160,11 @@ def test_an_error_that_ends_a_rank_is_told_to_all(who: str, transport: str, tmp_
 @pytest.mark.parametrize("n", [2, 4])
 def test_replicas_have_the_mean_of_their_gradients(n: int, tmp_path: Path) -> None:
     assert outcome(n, tmp_path, "replicas_have_the_mean") == {"replicas_have_the_mean": [""] * n}
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_gpus(tmp_path: Path) -> None:
+    assert outcome(2, tmp_path, "gpus_are_the_loop") == {"gpus_are_the_loop": ["", ""]}
 
 
 @pytest.mark.slow

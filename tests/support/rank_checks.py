@@ -13,8 +13,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.processes.world import Ranks
+from baechi.runtime.autograd.tape import TapeCode
 
 Check = Callable[[Ranks], None]
 CHECKS: dict[str, Check] = {}
@@ -162,6 +165,28 @@ def a_language_model_generates(ranks: Ranks) -> None:
 
 
 @check
+def one_report_has_every_rank(ranks: Ranks) -> None:
+    """The same on all; what each did in its order, and every send with a receive."""
+    placed = place(Tied(), ranks, microbatches=4)
+    placed.step(X, targets=T, loss=criterion)
+    file = Path(CHECKPOINT).with_name(f"trace {ranks.rank}")
+    text = placed.report(trace=file)
+    assert {text} == {*ranks.exchange("test", text)}
+    table = text[text.index("The latest step of each rank") :].split()
+    events = json.loads(file.read_text())["traceEvents"]
+    turns = {f"{way} of batch {n}" for way in ("forward", "backward") for n in range(4)}
+    names = []
+    for rank in range(ranks.size):
+        assert f"rank{rank}" in table
+        rows = [e for e in events if e.get("cat") == "measured" and e["pid"] == rank + 1]
+        times = [time for e in rows for time in (e["ts"], e["ts"] + e["dur"])]
+        assert all(a <= b + 0.01 for a, b in pairwise(times))
+        assert turns <= {e["name"] for e in rows}
+        names += [e["name"] for e in rows]
+    assert names.count("send") == names.count("receive") > 0
+
+
+@check
 def state_is_where_it_lives(ranks: Ranks) -> None:
     model, plain = twins()
     placed = place(model, ranks, microbatches=2, optimizer="adamw", example_args=(X,))
@@ -278,17 +303,57 @@ def a_checkpoint_of_two_ranks_loads_here(ranks: Ranks) -> None:
 
 
 @check
+def gpus_are_the_loop(ranks: Ranks) -> None:
+    """Each rank has a GPU, or both have one; state and random numbers are there, too."""
+    assert ranks.device.type == "cuda"
+    for seed, dropout in ((0, 0.0), (1, 0.5)):
+        model, plain = twins(dropout=dropout)
+        placed = place(model, ranks, seed, microbatches=4)
+        plain.to(ranks.device)
+        torch.manual_seed(5)
+        found = placed.step(X, targets=T, loss=criterion)
+        torch.manual_seed(5)
+        torch.testing.assert_close(
+            found.cpu(), loop(plain, 4, X.to(ranks.device), T.to(ranks.device)).cpu()
+        )
+        whole = dict(plain.named_parameters())
+        for name, parameter in placed.named_parameters():
+            assert parameter.device == ranks.device
+            torch.testing.assert_close(parameter.grad, whole[name].grad)
+        saved = placed.state_dict(full=True)
+        assert saved.keys() == (set() if ranks.rank else plain.state_dict().keys())
+
+
+@check
 def replicas_have_the_mean(ranks: Ranks) -> None:
-    """Each has a part of the batch; two steps whose gradients are added, and a call."""
+    """Each has a part of the batch; two steps whose gradients are added, and a call.
+
+    Means begin as the last backward of a parameter ends, and so before that of another one.
+    """
+    events: list[str] = []
+
+    def noted(kind: type, name: str) -> Any:
+        plain = getattr(kind, name)
+
+        def function(self: Any, *args: Any) -> Any:
+            events.append(name)
+            return plain(self, *args)
+
+        return patch.object(kind, name, function)
+
     model, plain = twins()
     other = copy.deepcopy(plain)
     placed = place(model, ranks, microbatches=2)
     halves = [*zip(X.chunk(2), T.chunk(2), strict=True)]
     x, t = halves[ranks.first // ranks.size]
     for _ in range(2):
-        placed.step(x, targets=t, loss=criterion)
+        events = []
+        with noted(TapeCode, "backward"), noted(Ranks, "average"):
+            placed.step(x, targets=t, loss=criterion)
+        early = "backward" in events[events.index("average") :] if "average" in events else False
         for each, half in zip((plain, other), halves, strict=True):
             loop(each, 2, *half)
+    assert ranks.size == 1 or "True" in ranks.exchange("test", str(early))
     means = {}
     for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
         means[name] = (one.grad + two.grad) / 2

@@ -53,7 +53,8 @@ class Plan:
     The schedule is `simulate(graph, cluster, placement)`. Where that has several micro-batches, the
     graph and the placement become those of all of them, and `one` is the plan of one alone.
     With the trace a report has the lines of the model's code, and how it was traced; with a
-    measurement, that beside the prediction.
+    measurement, that beside the prediction. `ran` has what each device, if it is a rank's, did in
+    its latest step: name, start and end.
 
     Raises:
         InputError: The placement is of another graph or names an unknown device,
@@ -66,6 +67,7 @@ class Plan:
     schedule: Schedule
     traced: Traced | None = None
     measured: Measurement | None = None
+    ran: Sequence[Sequence[tuple[str, int, int]]] = ()
 
     def __post_init__(self) -> None:
         devices = len(self.cluster.devices)
@@ -290,11 +292,11 @@ def comparison(plan: Plan) -> list[Table]:
     """The prediction beside the measurement, if there is one.
 
     State of an optimizer that the plan includes but the measured steps lack is subtracted from the
-    predicted peak, and the row says so.
+    predicted peak, and the row says so. Of ranks there is the time of each in the latest step.
     """
     measured = plan.measured
     if measured is None:
-        return []
+        return [_rank_table(plan)] if plan.ran else []
     pairs: list[tuple[str, Callable[[int], str], int, int]] = [
         ("step", format_ns, plan.schedule.makespan_ns, measured.step_ns)
     ]
@@ -309,6 +311,19 @@ def comparison(plan: Plan) -> list[Table]:
         for what, text, predicted, real in pairs
     ]
     return [("Predicted beside measured", ["", ">predicted", ">measured", ">error"], rows)]
+
+
+def _rank_table(plan: Plan) -> Table:
+    rows, step_ns = [], plan.schedule.makespan_ns
+    for facts, ran in zip(plan.devices, plan.ran, strict=True):
+        spent = Counter[str]()
+        for name, start, end in ran:
+            spent[name if name in ("receive", "send") else ""] += end - start
+        whole = ran[-1][2] - ran[0][1] if ran else 0
+        times = whole, spent[""], round(facts.busy_share * step_ns), spent["receive"], spent["send"]
+        rows.append([facts.name, *map(format_ns, times)])
+    header = ["rank", ">step", ">computes", ">predicted", ">waits and receives", ">sends"]
+    return "The latest step of each rank, as measured", header, rows
 
 
 def placer_tables(plan: Plan) -> list[Table]:

@@ -2,7 +2,8 @@
 
 A process per device, with a thread each for computing, sending and receiving (more where transfers
 overlap, because slices of one thread must nest), and a memory counter; a process per host with its
-launches. Where there are several micro-batches, a thread has their turns.
+launches. Where there are several micro-batches, a thread has their turns. Where devices are ranks,
+one has what each did in its latest step, from the first that began it.
 A flow arrow goes from the producer over both ends of the transfer to the first consumer
 there.
 Times are in microseconds, as in the format.
@@ -23,6 +24,7 @@ from baechi.storage.serialization import write_whole
 Event = dict[str, Any]
 _COMPUTE = 1
 _TURN = 50
+_RAN = 60
 _SEND = 100
 _RECEIVE = 200
 
@@ -45,7 +47,7 @@ def trace_events(plan: Plan) -> list[Event]:
     moves = _transfers(plan, sends, receives)
     parts = (
         *(_names(plan, sends, receives), _turns(plan), _ops(plan), moves),
-        *(_launches(plan), _counters(plan)),
+        *(_launches(plan), _counters(plan), _ran(plan)),
     )
     return [event for part in parts for event in part]
 
@@ -54,6 +56,8 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
     lanes: list[dict[int, str]] = [{_COMPUTE: "compute"} for _ in plan.cluster.devices]
     for lane in lanes if plan.turns else ():
         lane[_TURN] = "turns"
+    for lane in lanes if plan.ran else ():
+        lane[_RAN] = "measured"
     for transfer, send, receive in zip(plan.schedule.transfers, sends, receives, strict=True):
         lanes[transfer.src][_SEND + send] = f"send {send + 1}" if send else "send"
         lanes[transfer.dst][_RECEIVE + receive] = f"receive {receive + 1}" if receive else "receive"
@@ -140,6 +144,13 @@ def _counters(plan: Plan) -> Iterator[Event]:
     for device, steps in enumerate(profiles):
         for time_ns, nbytes in steps:
             yield {**_at("C", "memory", device, 0, time_ns), "args": {"bytes": nbytes}}
+
+
+def _ran(plan: Plan) -> Iterator[Event]:
+    began = min((row[0][1] for row in plan.ran if row), default=0)
+    for device, rows in enumerate(plan.ran):
+        for name, start, end in rows:
+            yield _slice(name, "measured", device, _RAN, (start - began, end - began))
 
 
 def _slice(name: str, kind: str, device: int, thread: int, ends: tuple[int, int]) -> Event:

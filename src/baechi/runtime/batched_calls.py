@@ -19,7 +19,6 @@ from torch import nn
 from baechi.errors import ExecutionError, InputError
 from baechi.runtime.autograd.step import Totals
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.rank_slice import RankExecutor
 from baechi.runtime.step_function import sum_up
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import key_of
@@ -258,9 +257,7 @@ def train(
         del seed
     with torch.enable_grad(), observing() if executable.observed else nullcontext():
         executor.run(steps, 0)
-    found = sum_up(steps, bound, totals)
-    if isinstance(executor, RankExecutor):
-        found = dict(zip(found, executor.averaged(list(found.values())), strict=True))
+    found = sum_up(steps, executor, totals)
     executor.meet(steps[0])
     total = torch.zeros((), dtype=loss.dtype, device=steps[0].results[0].device)
     for number, (step, weight) in enumerate(zip(steps, weights, strict=True)):

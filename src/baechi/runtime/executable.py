@@ -411,6 +411,10 @@ class Executable:
         tokens = StepFunction.apply(plan, plan.token, *inputs)  # type: ignore[no-untyped-call]
         return self._finish(calls, plan.merge(tokens))
 
+    def ran(self) -> Sequence[Sequence[tuple[str, int, int]]]:
+        """What each rank did in its latest step, if there are ranks; each calls this."""
+        return self._executor.ran() if isinstance(self._executor, RankExecutor) else ()
+
     def begun(self, calls: Sequence[Call], meter: Meter | None) -> tuple[Executor, list[Step]]:
         """A step with gradients for each micro-batch, and what runs them.
 

@@ -325,7 +325,7 @@ class PlacedModule(nn.Module):
         return Stream(_state(self), call, requests, check_positive(in_flight, "in_flight"))
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
-        """The placement for people.
+        """The placement for people; of ranks each calls this, and gets the same.
 
         Args:
             path: Where to write a page that a browser opens without a network.
@@ -340,11 +340,12 @@ class PlacedModule(nn.Module):
         special = state.current
         parts = (state.known("graph"), state.known("cluster"), special.placement)
         schedule = cast(Schedule, special.schedule)
-        plan = Plan(*parts, schedule, special.traced, special.measured)
+        ran = special.ran()
+        plan = Plan(*parts, schedule, special.traced, special.measured, ran)
         if path is not None:
             write_html(path, plan)
         if trace is not None:
-            write_trace(trace, Plan(*parts, schedule))
+            write_trace(trace, Plan(*parts, schedule, ran=ran))
         text = str(text_report(plan))
         remarks = state.remarks
         return "\n".join([text.rstrip("\n"), *remarks, ""]) if remarks else text

@@ -202,8 +202,6 @@ class Plan:
             total = self.steps[batch].taken(bound.input_grads[index])
             result.append(None if total is None else total.to(tensor.device))
         end.gradients = self._of_parameters(totals)
-        if isinstance(self.executor, RankExecutor):
-            end.gradients = tuple(self.executor.averaged(end.gradients))
         graded = zip(leaves.trained, end.gradients, strict=True) if leaves.hooked else ()
         for parameter, gradient in graded:
             if gradient is None and parameter in leaves.hooked and gradient_hooks(parameter):
@@ -219,15 +217,15 @@ class Plan:
 
     def _of_parameters(self, totals: Totals | None) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the parameters that the leaves train, in their order."""
-        leaves, bound = self.leaves, self.executor.bound
+        leaves = self.leaves
         if totals is not None:
-            found = sum_up(self.steps[::-1], bound, totals)
+            found = sum_up(self.steps[::-1], self.executor, totals)
             return tuple(map(found.__getitem__, leaves.trained))
         (step,) = self.steps
         for device, slots in leaves.spread:
             with step.counting(device):
                 step.grads[slots[0]] = step.taken(slots)
-        return tuple(map(step.grads.__getitem__, leaves.slots))
+        return tuple(_averaged(self.executor, [step.grads[slot] for slot in leaves.slots]))
 
 
 class LeavesFunction(torch.autograd.Function):
@@ -246,15 +244,22 @@ class LeavesFunction(torch.autograd.Function):
 
 
 def sum_up(
-    steps: Sequence[Step], bound: Bound, totals: Totals
+    steps: Sequence[Step], executor: Executor, totals: Totals
 ) -> dict[torch.nn.Parameter, torch.Tensor | None]:
     """The gradients of parameters: the totals, and what no tape has added to them, in order."""
+    bound = executor.bound
     for number, (device, slots) in enumerate(bound.parameters.values()):
         for step in steps:
             with step.counting(device):
                 for slot in slots:
                     totals.add(number, step.taken((slot,)))
-    return dict(zip(bound.parameters, totals.rows, strict=True))
+    return dict(zip(bound.parameters, _averaged(executor, totals.rows), strict=True))
+
+
+def _averaged(
+    executor: Executor, rows: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    return executor.averaged(rows) if isinstance(executor, RankExecutor) else rows
 
 
 class StepFunction(torch.autograd.Function):

@@ -7,8 +7,9 @@
 results go to all ranks, and the state of the random generator where somebody drew from it.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import InputError
+from baechi.processes.edges import Sender
 from baechi.processes.tensor_messages import Flag, Message, receive, send, try_send
 from baechi.processes.world import Ranks
 from baechi.program.rank_slices import (
@@ -37,7 +39,9 @@ from baechi.runtime.autograd.step import Step, random_state, set_random_state
 class _Phase:
     """A rank's slice of a phase, as actions."""
 
-    def __init__(self, program: Program, number: int, ranks: Ranks, random: int) -> None:
+    def __init__(
+        self, program: Program, number: int, ranks: Ranks, random: int, bound: Bound
+    ) -> None:
         self.phase = phase = program.phases[number]
         order = in_order(phase, random)
         slices = [slice_of(phase, order, rank) for rank in range(ranks.size)]
@@ -45,6 +49,15 @@ class _Phase:
         self.rows = slices[ranks.rank]
         self.sends = early_sends(phase, self.rows, ranks.rank)
         self.drawn = last_to_draw(phase, random)
+        # By the index of a row the parameters that no later one adds to.
+        self.whole: dict[int, list[int]] = {}
+        added = {}
+        for index, (row, _) in enumerate(self.rows if ranks.replicas > 1 else ()):
+            if isinstance(row, Run) and (segment := phase.segments[row.segment]).backward:
+                tapes = (bound.tapes[tape] for tape in segment.tapes)
+                added.update({p: index for tape in tapes for p, _ in tape.totals})
+        for parameter, index in added.items():
+            self.whole.setdefault(index, []).append(parameter)
 
 
 @final
@@ -71,7 +84,10 @@ class RankExecutor:
             )
         self.bound = bound
         self._program, self._ranks = program, ranks
-        self._phases = [_Phase(program, i, ranks, random) for i in range(len(program.phases))]
+        numbers = range(len(program.phases))
+        self._phases = [_Phase(program, i, ranks, random, bound) for i in numbers]
+        self._ran: list[tuple[str, int, int]] = []  # what was done in the latest step
+        self._means: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}  # under way
         self._pending: deque[RankCall] = deque()
         self._owners = sorted({row.device for row in bound.results.values()})
         ranks.reserve(message_bytes)
@@ -95,14 +111,23 @@ class RankExecutor:
             self._share_generator(self._phases[phase].drawn)
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The means of gradients over the replicas; those that are under way already end here."""
+        """The means of gradients of parameters over the replicas; many are under way already."""
         if self._ranks.replicas == 1:
             return list(gradients)
         with self._telling():
-            found = [None if row is None else row.clone() for row in gradients]
-            for end in [self._ranks.average(row) for row in found if row is not None]:
+            self._average(gradients, range(len(gradients)))
+            means, self._means = self._means, {}
+            for _, end in means.values():
                 end()
-        return found
+        return [means[number][0] if number in means else None for number in range(len(gradients))]
+
+    def _average(self, gradients: Sequence[torch.Tensor | None], numbers: Iterable[int]) -> None:
+        """Begin with the means of some parameters; all replicas do so in one order."""
+        for number in numbers:
+            gradient = gradients[number]
+            if gradient is not None and number not in self._means:
+                mean = gradient.clone()
+                self._means[number] = mean, self._ranks.average(mean)
 
     def begin(self, steps: Sequence[Step], finish: Callable[[], Any]) -> "RankCall":
         """Run the slice of a forward, whose results come when they are asked for.
@@ -121,6 +146,12 @@ class RankExecutor:
             while call in self._pending:
                 self._share_results(self._pending.popleft().steps)
 
+    def ran(self) -> Sequence[Sequence[tuple[str, int, int]]]:
+        """What each rank did in its latest step, by the clock; every rank calls this."""
+        ahead = time.time_ns() - time.perf_counter_ns()
+        mine = [(name, start + ahead, end + ahead) for name, start, end in self._ran]
+        return self._ranks.told("a report", mine)
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Every rank learns of an error inside."""
@@ -133,6 +164,7 @@ class RankExecutor:
 
     def _run(self, steps: Sequence[Step], number: int) -> None:
         mine, ranks, run = self._phases[number], self._ranks, self._ranks.key()
+        totals = steps[0].totals
 
         def key(row: Copy) -> tuple[int, ...]:
             return run, number, row.tensor, row.batch
@@ -145,18 +177,30 @@ class RankExecutor:
 
         def do(index: int) -> None:
             row, _ = mine.rows[index]
+            start = time.perf_counter_ns()
             if isinstance(row, Copy):
                 self._receive(steps, number, row, key(row))
-            else:
-                self._do(steps, number, row)
+                self._ran.append(("receive", start, time.perf_counter_ns()))
+                return
+            self._do(steps, number, row)
+            if totals is not None:
+                self._average(totals.rows, mine.whole.get(index, ()))
+            if isinstance(row, Run):
+                way = "backward" if mine.phase.segments[row.segment].backward else "forward"
+                name = f"{way} of batch {row.batch}"
+                self._ran.append((name, start, time.perf_counter_ns()))
 
+        def sent(row: Copy, how: Callable[[Sender, Message], Any]) -> Any:
+            start = time.perf_counter_ns()
+            if found := (how(ranks.senders[row.dst], message(row)) is not False):
+                self._ran.append(("send", start, time.perf_counter_ns()))
+            return found
+
+        if number == 0:
+            self._ran = []
         run_slice(
-            mine.rows,
-            ranks.rank,
-            mine.sends,
-            do,
-            lambda row: send(ranks.senders[row.dst], message(row)),
-            lambda row: try_send(ranks.senders[row.dst], message(row)),
+            *(mine.rows, ranks.rank, mine.sends, do),
+            *(lambda row: sent(row, send), lambda row: sent(row, try_send)),
         )
 
     def _moves(self, number: int, row: Copy) -> Moves:
