@@ -39,7 +39,7 @@ from baechi.processes.agreement import (
 )
 from baechi.processes.world import Ranks
 from baechi.program.stream_memory import solve_with_held
-from baechi.records.cluster import Cluster, Constraints
+from baechi.records.cluster import Cluster, Constraints, lane_kind
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
@@ -681,7 +681,8 @@ class _Planner:
         if isinstance(self.costs, Profile):
             return [self.costs]
         if self.costs == "estimate":
-            kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
+            most = self._most_lanes([device.kind for device in self.cluster.devices])
+            kinds = [*most, *(lane_kind(kind, n) for kind, n in most.items() if n > 1)]
             return [estimate(traced, kind) for kind in kinds]
         if (ranks := self.ranks) is not None:
             options: Any = {"threads": self.threads or torch.get_num_threads()}
@@ -693,10 +694,21 @@ class _Planner:
         first: dict[str, torch.device] = {}
         for place in self.places:
             first.setdefault(device_kind(place), place)
+        most = self._most_lanes([*map(device_kind, self.places)])
+        rows = [(place, 1) for place in first.values()]
+        rows += [(first[kind], lanes) for kind, lanes in most.items() if lanes > 1]
         return [
-            profile(traced, place, threads=threads, progress=self.progress)
-            for place in first.values()
+            profile(traced, place, threads=threads, progress=self.progress, lanes=lanes)
+            for place, lanes in rows
         ]
+
+    def _most_lanes(self, kinds: Sequence[str]) -> dict[str, int]:
+        """The most lanes into which a GPU of each kind is cut, given every device's kind."""
+        most = dict.fromkeys(kinds, 1)
+        for kind, place in zip(kinds, self.places, strict=True):
+            if place.type == "cuda":
+                most[kind] = max(most[kind], self.places.count(place))
+        return most
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

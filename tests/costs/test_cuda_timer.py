@@ -121,3 +121,28 @@ def test_a_profile_has_times_and_the_allocators_workspace() -> None:
     for op, cost in zip(traced.ops, profile.costs, strict=True):
         assert op.name.startswith("input:") or "flatten" in op.name or cost.forward_ns > 0
         assert not op.differentiable or cost.backward_workspace_bytes >= 0
+
+
+@emulated.alone
+def test_lanes_that_share_what_they_need_take_each_other_s_time() -> None:
+    """Kernels of 50 us: side by side on free lanes; one after the other where one queue has all."""
+    x, queue = torch.ones(16, device=DEVICE), torch.cuda.Stream(DEVICE)
+
+    def free() -> torch.Tensor:
+        return x + 1
+
+    def queued() -> torch.Tensor:
+        here = torch.cuda.current_stream(DEVICE)
+        queue.wait_stream(here)
+        with torch.cuda.stream(queue):
+            y = x + 1
+        here.wait_stream(queue)
+        return y
+
+    for kernel_ns in (50_000, 5_000):  # measured one by one, and as graphs of many
+        with emulated.settings(CLOCK=1, aten__add=kernel_ns):
+            for run, takes in ((free, 1), (queued, 3)):
+                (one,) = CudaTimer(DEVICE).time([lambda n, run=run: [run] * n])
+                (three,) = CudaTimer(DEVICE, 3).time([lambda n, run=run: [run] * n])
+                assert one.ns == pytest.approx(kernel_ns, rel=0.05)
+                assert three.ns == pytest.approx(takes * kernel_ns, rel=0.05)

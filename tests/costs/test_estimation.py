@@ -507,3 +507,22 @@ def test_times_at_another_size_follow_from_those_at_two(
     known = [(profile("mine", y), profile("cpu", x)) for x, y in points]
     expected = profile("mine", found)
     assert rescaled(known, profile("cpu", at)) == expected
+
+
+def test_on_lanes_an_operator_takes_t_max_1_k_u():
+    """A large product fills a GPU, u is nearly 1; of a small one all but the launch is little."""
+    kind, sizes = find(KIND), (64, 8192)
+    for size in sizes:
+        traced = baechi.trace(Only(lambda _, x: x @ x), (torch.zeros(size, size, device="meta"),))
+        (kernel,) = workloads(traced)[traced.ops[-1].key].forward
+        alone, two, four = (
+            baechi.estimate(traced, name, tf32=False).costs[-1].forward_ns
+            for name in (KIND, f"{KIND}, 2 lanes", f"{KIND}, 4 lanes")
+        )
+        work_ns = kind.kernel_ns(kernel)
+        share = work_ns / (work_ns + kind.launch_ns)
+        assert alone == pytest.approx(work_ns + kind.launch_ns, abs=1)
+        assert two == pytest.approx(alone * max(1, 2 * share), rel=1e-3)
+        assert four == pytest.approx(alone * max(1, 4 * share), rel=1e-3)
+        assert (two == four == alone) == (size == sizes[0])
+    assert baechi.estimate(traced, f"{KIND}, 2 lanes").kind == f"{KIND}, 2 lanes"

@@ -516,3 +516,11 @@ def test_precisions_that_were_set_apart_are_told_apart() -> None:
             torch.get_float32_matmul_precision()
         second = Bench(traced, torch.device("cpu"), 1)
     assert second.conditions != first.conditions
+
+
+def test_only_a_gpu_has_lanes():
+    traced = baechi.trace(nn.Tanh(), (torch.zeros(2),))
+    with pytest.raises(baechi.InputError, match="lanes=2 is for a GPU, and cpu is none"):
+        baechi.profile(traced, lanes=2)
+    with pytest.raises(baechi.InputError, match="lanes is 0"):
+        baechi.profile(traced, lanes=0)

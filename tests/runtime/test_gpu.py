@@ -25,6 +25,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import baechi
+from baechi import placing
+from baechi.records.cluster import lane_kind
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.runtime.verification import Unsplit, verify
@@ -199,6 +201,31 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     for outputs in kept:  # no later replay has changed what the caller got
         assert_as_right(outputs, expected, again)
     assert "" in placed._current.graphs.reasons
+
+
+def test_lanes_of_a_gpu_are_planned_with_what_they_take_from_each_other(monkeypatch) -> None:
+    """Two halves side by side, measured as if half of a GPU were enough for one, or all of it."""
+    model, x = Branches().to("cuda:0"), torch.randn(8, 256, device="cuda:0")
+
+    def measured(traced, place, *, lanes=1, **_):
+        kind = lane_kind(torch.cuda.get_device_name(place), lanes)
+        cost = baechi.OpCost(10**6 * (lanes if full else 1))
+        return baechi.Profile(traced.digest, kind, (cost,) * len(traced.ops))
+
+    monkeypatch.setattr(placing, "profile", measured)
+    for full in (False, True):
+        lanes = [baechi.Device(name, "4GiB") for name in LANES[:2]]
+        cluster = baechi.Cluster.connected(lanes, baechi.Link(0, 10**12))
+        placed = baechi.place(
+            *(model, cluster),
+            example_args=(x,),
+            training=False,
+            guard=False,
+            progress=False,
+        )
+        assert len(set(placed._current.placement.devices)) == (1 if full else 2)
+        assert len(placed._current.graph.times) == 2
+        placed.unplace()
 
 
 @pytest.mark.parametrize("guard", [True, False])

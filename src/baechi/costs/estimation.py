@@ -23,6 +23,7 @@ from baechi.costs.flop_rules import kernel_of
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Alone, Arriving, cpu_peaks
 from baechi.errors import InputError
+from baechi.records.cluster import lanes_of
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.memory_meter import Meter
@@ -81,8 +82,9 @@ def estimate(
     Args:
         traced: From `trace`, in this process; its model may be on the meta device.
         kind: A name or alias of the table, such as `"H100-SXM-80GB"` or what
-            `torch.cuda.get_device_name` says. The profile carries it as it is written here, so
-            that it meets the `Device.kind` of a probed cluster.
+            `torch.cuda.get_device_name` says, or `"H100-SXM-80GB, 2 lanes"` for each of two lanes
+            that are both busy. The profile carries it as it is written here, so that it meets the
+            `Device.kind` of a probed cluster.
         kinds_file: A TOML file with more kinds, in the form of `device_kinds.toml`.
         calibration: From `calibrate`, of this kind.
         tf32: Whether fp32 products run as tf32 where the kind can; `None` takes what torch is set
@@ -93,14 +95,15 @@ def estimate(
             table is wrong, or the calibration is of another kind.
     """
     check_is(traced, Traced, "traced")
-    row = find(kind, kinds_file)
+    name, lanes = lanes_of(check_is(kind, str, "kind"))
+    row = find(name, kinds_file)
     if calibration is not None:
         row = row.calibrated(check_is(calibration, Calibration, "calibration"))
     rounded = rounded_classes(row, tf32)
     costs = {
         key: OpCost(
-            row.run_ns(as_run(load.forward, rounded)),
-            row.run_ns(as_run(load.backward, rounded)),
+            row.run_ns(as_run(load.forward, rounded), lanes),
+            row.run_ns(as_run(load.backward, rounded), lanes),
             saved_bytes=load.unseen_bytes,
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,

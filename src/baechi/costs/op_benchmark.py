@@ -23,6 +23,7 @@ from baechi.costs.example_inputs import ExampleInputs, Make, function_of, real_i
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
+from baechi.records.cluster import lane_kind
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
@@ -69,6 +70,7 @@ class Bench:
     traced: Traced
     place: torch.device
     threads: int
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         self._module: TracedModule = self.traced.module
@@ -82,7 +84,7 @@ class Bench:
         caches = "warm" if self._evict is None else "cold"
         tenths = round(10 * self._fresh)  # finer than the difference that it makes
         self.conditions = Conditions(
-            kind=device_kind(self.place),
+            kind=lane_kind(device_kind(self.place), self.lanes),
             hardware=hardware(self.place),
             threads=self.threads,
             torch=torch.__version__,
@@ -97,7 +99,7 @@ class Bench:
     # Made when something is measured, because they measure themselves first.
     @cached_property
     def _timer(self) -> CpuTimer | CudaTimer:
-        return CudaTimer(self.place) if self.place.type == "cuda" else CpuTimer()
+        return CudaTimer(self.place, self.lanes) if self.place.type == "cuda" else CpuTimer()
 
     @cached_property
     def _inputs(self) -> ExampleInputs:

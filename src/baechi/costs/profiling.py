@@ -25,6 +25,7 @@ from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.timers import NO_GRAPH, Clock
 from baechi.errors import InputError
+from baechi.records.cluster import lane_kind
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import (
     device_kind,
@@ -34,7 +35,7 @@ from baechi.torch_support.torch_devices import (
 )
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
-from baechi.validation import check_is, check_threads
+from baechi.validation import check_is, check_positive, check_threads
 
 # Passes over an undisturbed machine mostly differ by less than a tenth.
 _TOLERANCE: Final = 0.2
@@ -58,6 +59,7 @@ def profile(
     threads: int | None = None,
     progress: bool = True,
     cache: bool | str | Path = True,
+    lanes: int = 1,
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
 
@@ -68,6 +70,8 @@ def profile(
         progress: Show a bar, and say how much is uncertain.
         cache: Where measured costs are kept for the next time: `True` is a file in the user's
             cache directory, a path is a file of your own, and `False` keeps nothing.
+        lanes: On a GPU, the time of every operator is that of so many copies of it at once, on a
+            stream each: what it takes on one of several lanes that are all busy (`lane_kind`).
 
     Raises:
         InputError: The traced model was loaded from a file, the device is not there, an operator
@@ -82,6 +86,8 @@ def profile(
             "trace the model again in this process."
         )
     place = torch_device(device)
+    if check_positive(lanes, "lanes") > 1 and place.type != "cuda":
+        raise InputError(f"lanes={lanes} is for a GPU, and {place} is none; leave it out.")
     count = torch.get_num_threads() if threads is None else check_threads(threads, "threads")
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -93,10 +99,11 @@ def profile(
         store = None
         if cache is not False:
             store = stack.enter_context(ProfileStore(None if cache is True else cache))
-        measured = _measured(traced, Bench(traced, place, count), store, progress)
+        measured = _measured(traced, Bench(traced, place, count, lanes), store, progress)
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     rows = _rows(traced, measured)
-    return Profile(traced.digest, device_kind(place), rows, "measured", environment)
+    kind = lane_kind(device_kind(place), lanes)
+    return Profile(traced.digest, kind, rows, "measured", environment)
 
 
 def _measured(

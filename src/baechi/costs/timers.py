@@ -171,10 +171,11 @@ def _pair(first: None, second: None) -> tuple[None, None]:
 
 @final
 class CudaTimer:
-    """Measures the time of a device's current stream."""
+    """Measures the time of a device's current stream, or of as much on several lanes at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lanes: int = 1) -> None:
         self._device = device
+        self._lanes = _streams(device, lanes) if lanes > 1 else ()
         self._captures = _captures(device)
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._cycles_per_ns = 0.0
@@ -199,6 +200,11 @@ class CudaTimer:
             return Reading(ns, launch_ns=ns)
         launches = [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
         least_ns, launch_ns = min(launches), max(launches)
+        several = prepare
+        if self._lanes:
+            several = partial(self._abreast, prepare, joined=False)
+            prepare = partial(self._abreast, prepare, joined=True)
+            launch_ns = len(self._lanes) * (launch_ns + _RECORDING_NS)
         first = min(self._queued(prepare(2), launch_ns))
         if single or first > _SHORT_NS:
             # A single one evicts the cache, and brings back what would be in it.
@@ -211,17 +217,39 @@ class CudaTimer:
         repeats = max(min(_REPEATS, _HELD_BYTES // max(made_bytes, 1)), 1)
         remark = ""
         try:
-            repeated = self._captured(prepare, repeats)
+            repeated = self._captured(several, repeats)
             readings = self._queued([repeated] * _QUEUED, launch_ns)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
             reason, *_ = str(error).split("\n")
             remark = f"{NO_GRAPH} ({reason})"
-            rows = [prepare(repeats) for _ in range(_QUEUED // 4)]
+            rows = [several(repeats) for _ in range(_QUEUED // 4)]
             calls = [partial(_call, row) for row in rows]
             readings = self._queued(calls, launch_ns * repeats)
         ns = median_ns(readings, repeats, self._pair_ns / repeats)
         return Reading(ns, launch_ns=least_ns, remark=remark)
+
+    def _abreast(self, prepare: Preparation, n: int, *, joined: bool) -> list[Run]:
+        """So many runs on every lane: each side by side, or one lane's all in a row."""
+        rows = []
+        for lane in self._lanes:
+            with torch.cuda.stream(lane):
+                rows.append(prepare(n))
+        torch.cuda.synchronize(self._device)
+        if joined:
+            return [partial(self._at_once, runs) for runs in zip(*rows, strict=True)]
+        return [partial(self._at_once, [partial(_call, row) for row in rows])]
+
+    def _at_once(self, runs: Sequence[Run]) -> list[Any]:
+        here = torch.cuda.current_stream(self._device)
+        results = []
+        for lane, run in zip(self._lanes, runs, strict=True):
+            lane.wait_stream(here)
+            with torch.cuda.stream(lane):
+                results.append(run())
+        for lane in self._lanes:
+            here.wait_stream(lane)
+        return results
 
     def _tiny_ns(self, kernels: int) -> float:
         """The median reading of so many of the shortest kernels, one after the other."""
@@ -309,6 +337,12 @@ class CudaTimer:
 def _captures(device: torch.device) -> torch.cuda.Stream:
     """The stream for captures, one for all timers: torch never gives a stream back."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _streams(device: torch.device, lanes: int) -> tuple[torch.cuda.Stream, ...]:
+    """As many, for all timers."""
+    return tuple(torch.cuda.Stream(device) for _ in range(lanes))  # type: ignore[no-untyped-call]
 
 
 def _call(runs: Sequence[Run]) -> list[Any]:

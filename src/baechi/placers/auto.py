@@ -94,6 +94,9 @@ class Auto(Placer):
             if 0 < len(used) < n:
                 candidates.append(("auto/used", self._place_on(problem, used, rescue=rescue)))
                 return best(candidates, self.name)
+        alone = _one_lane_each(problem)
+        if 1 < len(alone) < n:
+            candidates.append(("auto/one lane", self._place_on(problem, alone, rescue=False)))
         candidates += self._placed(problem)
         if self.effort != "fast":
             less = EFFORTS[EFFORTS.index(self.effort) - 1]
@@ -133,6 +136,17 @@ class Auto(Placer):
             # `solve` packs where nothing else fits.
             placers = tuple(p for p in placers if not isinstance(p, Packing))
         return portfolio(problem, placers, self.effort)
+
+
+def _one_lane_each(problem: Problem) -> list[int]:
+    """The devices with one lane of every GPU; all where that leaves some op none."""
+    devices = range(len(problem.lanes))
+    names = [
+        problem.cluster.devices[device].lane_of if problem.lanes[device] > 1 else device
+        for device in devices
+    ]
+    alone = [names.index(name) for name in dict.fromkeys(names)]
+    return alone if problem.allowed[alone].any(axis=0).all() else list(devices)
 
 
 def check_effort(effort: str) -> None:

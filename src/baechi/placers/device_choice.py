@@ -58,10 +58,11 @@ def device_kinds(problem: Problem) -> list[int]:
         return list(range(n))
     first: dict[tuple[object, ...], int] = {}
     rows = zip(problem.cluster.devices, problem.device_memory, problem.allowed, strict=True)
-    return [
-        first.setdefault((device.kind, device.speed, memory, allowed.tobytes()), index)
-        for index, (device, memory, allowed) in enumerate(rows)
+    keys = [
+        (device.kind, device.speed, memory, allowed.tobytes(), lanes > 1 and device.lane_of)
+        for (device, memory, allowed), lanes in zip(rows, problem.lanes, strict=True)
     ]
+    return [first.setdefault(key, index) for index, key in enumerate(keys)]
 
 
 def _greedy(problem: Problem, kinds: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:

@@ -66,6 +66,8 @@ def placement_of(
     order, where, _, _ = timeline.span_columns()
     devices = np.empty_like(where)
     devices[order] = where
+    if problem.in_use(devices) is not problem:
+        timeline = replay(problem, devices.tolist(), order.tolist())
     known = FrozenDict({"makespan_ns": timeline.makespan(), **(stats or {})})
     return Placement(
         problem.source.digest, tuple(devices.tolist()), tuple(order.tolist()), placer, known
@@ -80,7 +82,7 @@ def placed_in(
     stats: Stats | None = None,
 ) -> Placement | None:
     """The placement of these devices and order; `None` where an op has no path, or no room."""
-    timeline = problem.timeline()
+    timeline = problem.in_use(devices).timeline()
     stuck = timeline.fold(devices, np.array(order, np.int32))
     if stuck >= 0 or not fits_memory(problem, timeline):
         return None

@@ -147,11 +147,13 @@ def arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Pla
 def missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
     """The bytes that devices lack in the order in which a training step runs, by name."""
     graph, used = problem.graph, set(placement.devices)
-    if not graph.is_training or len(used) < 2:
+    trains = graph.is_training
+    if len(used) < 2 or not (trains or problem.in_use(placement.devices) is not problem):
         return {}
     if ample_bytes(problem) <= min(problem.device_memory[device] for device in used):
         return {}
-    peaks = replay(problem, placement.devices, run_order(graph, placement)).peaks()
+    order = run_order(graph, placement) if trains else placement.order
+    peaks = replay(problem, placement.devices, order).peaks()
     over = [peak - most for peak, most in zip(peaks, problem.pool_memory, strict=True)]
     rows = zip(problem.cluster.devices, problem.device_pool, strict=True)
     return {device.name: over[pool] for device, pool in rows if over[pool] > 0}

@@ -132,6 +132,7 @@ def ordered_turns(
     replay(problem, placement.devices, placement.order)  # which checks it
     own = segments_of(graph, placement)
     rows = own if segments is None else tuple(map(tuple, segments))
+    problem = problem.in_use(placement.devices)
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
     turns = replace(turns, segments=as_run(graph, rows), held=frozenset(held))
     known = placement.microbatches == microbatches and not joined and not in_flight

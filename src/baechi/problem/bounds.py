@@ -38,6 +38,7 @@ def parts(problem: Problem) -> dict[str, int]:
     Where no schedule is valid, every number is a bound; these are then computed without memory
     limits and with free links between all devices.
     """
+    problem = problem.at_full_speed  # a placement may leave lanes idle
     if not problem.arrays.ops:
         return dict.fromkeys(_NAMES, 0)
     sites = _Sites(problem, limited=True)

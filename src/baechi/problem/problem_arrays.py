@@ -4,6 +4,7 @@ The core adds times and bytes without overflow checks; `Problem` proves beforeha
 can reach 2**62. Of constraints, placers read only `allowed` and `max_devices`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, replace
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.records.cluster import PORTS, Cluster, Constraints, Link
+from baechi.records.cluster import PORTS, Cluster, Constraints, Link, lane_kind, lanes_of
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays, exact_sum
 from baechi.units import format_bytes
@@ -182,10 +183,42 @@ class Problem:
         return Problem(self.source, cluster, constraints, self.allowed[list(devices)])
 
     @cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """How many lanes of its GPU may be used, per device; 1 where no times depend on that."""
+        names = [device.lane_of for device in self.cluster.devices]
+        if not any(names) or not self.arrays.on_lanes:
+            return (1,) * len(names)
+        usable = Counter(names[device] for device in np.flatnonzero(self.allowed.any(axis=1)))
+        return tuple(max(1, usable[name]) if name else 1 for name in names)
+
+    def in_use(self, devices: Sequence[int] | NDArray[np.int32]) -> "Problem":
+        """The problem without the lanes that a placement leaves idle, which slow no other down."""
+        if max(self.lanes) == 1:
+            return self
+        used = np.unique(devices).tolist()
+        names = [self.cluster.devices[device].lane_of for device in used]
+        busy = Counter(names)
+        idle = any(
+            name and busy[name] < self.lanes[at] for at, name in zip(used, names, strict=True)
+        )
+        return self.within(used) if idle else self
+
+    @cached_property
+    def at_full_speed(self) -> "Problem":
+        """The problem as if lanes took nothing from each other."""
+        if max(self.lanes) == 1:
+            return self
+        times = self.arrays.kind_times.items()
+        alone = {kind: row for kind, row in times if lanes_of(kind)[1] == 1}
+        arrays = replace(self.arrays, kind_times=alone)
+        source = ArrayGraph(arrays, self.source.digest, lambda: self.graph)
+        return Problem(source, self.cluster, self.constraints, self.allowed)
+
+    @cached_property
     def _classes(self) -> tuple[list[tuple[str, float]], NDArray[np.int32]]:
         """Kind ("" without times of its own) and speed of every class; the class per device."""
-        times = self.arrays.kind_times
-        keys = [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
+        times, pairs = self.arrays.kind_times, zip(self.cluster.devices, self.lanes, strict=True)
+        keys = [(_timed(times, d.kind, lanes), d.speed) for d, lanes in pairs]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         return list(rows), np.array([rows[key] for key in keys], np.int32)
 
@@ -435,6 +468,16 @@ def _hint(graph: OpGraph, name: str) -> str:
     known = list(dict.fromkeys([*graph.op_index, *graph.groups]))
     alike = get_close_matches(name, known[:_SEARCHED], 3)
     return f". Did you mean {listed(alike)}?" if alike else f", only {listed(known)}."
+
+
+def _timed(times: Collection[str], kind: str, lanes: int) -> str:
+    """The kind of whose times those of so many lanes are; "" for those of no kind.
+
+    The fewest lanes that are known and no fewer than these; if there are none, one at full speed.
+    """
+    known = (lanes_of(row) for row in times) if lanes > 1 else ()
+    enough = [number for name, number in known if name == kind and number >= lanes]
+    return lane_kind(kind, min(enough)) if enough else kind if kind in times else ""
 
 
 def places(values: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:

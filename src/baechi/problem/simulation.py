@@ -130,8 +130,8 @@ def simulate(
 ) -> Schedule:
     """The schedule of a placement, exactly as a placer predicts it.
 
-    That of several micro-batches is of the ops of `copies_of`: op i of batch b is
-    `b * len(graph.ops) + i`.
+    Of lanes of a GPU those count that the placement uses. That of several micro-batches is of the
+    ops of `copies_of`: op i of batch b is `b * len(graph.ops) + i`.
     It may exceed the memory: see `peak_bytes` and `overflows`. Complexity: linear in ops and
     tensors except for sorting events near a memory's peak; the lower bound is computed on first
     access.
@@ -195,7 +195,7 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
     whole = len(where) == len(launches) == problem.arrays.ops
     if problem.constraints is not None or not whole:
         _check_placement(problem, where, launches)
-    timeline = problem.timeline()
+    timeline = problem.in_use(where).timeline()
     stuck = timeline.fold(where, launches)
     if stuck >= 0:
         _check_placement(problem, where, launches)

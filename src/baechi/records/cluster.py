@@ -3,6 +3,7 @@
 And the constraints on placements there besides memory.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ HOST: Final = "python"
 HANDOVER_NS: Final = 15_000
 # The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
+_LANES: Final = re.compile(r"(.+), (\d+) lanes")
 
 
 @final
@@ -45,6 +47,8 @@ class Device:
         speed: Residual share of compute: an op takes `ceil(time_ns / speed)`.
         kind: Hardware kind, to find per-kind times in `OpGraph.times`.
         pool: Devices of one non-empty pool (streams of one GPU) share one memory.
+        lane_of: Devices of one non-empty name are lanes of one GPU: where several are in use, ops
+            take what `OpGraph.times` has for their `lane_kind`.
         host: Devices of one non-empty host share the thread, or the lock, that launches their ops:
             each takes `Op.launch_ns` of it.
         launches_ahead: Whether the host may launch an op long before it starts, as on streams of
@@ -63,6 +67,7 @@ class Device:
     pool: str = ""
     host: str = ""
     launches_ahead: bool = True
+    lane_of: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "device name")
@@ -71,7 +76,7 @@ class Device:
         hint = " 1.0 is a whole device; leave out a device that has no compute left."
         speed = check_positive_float(self.speed, f"speed of device {self.name!r}", hint)
         object.__setattr__(self, "speed", speed)
-        for attribute in ("kind", "pool", "host"):
+        for attribute in ("kind", "pool", "host", "lane_of"):
             check_is(getattr(self, attribute), str, f"{attribute} of device {self.name!r}")
         check_is(self.launches_ahead, bool, f"launches_ahead of device {self.name!r}")
 
@@ -297,6 +302,17 @@ class Topology:
             tuple(f"switch{node // nodes_per_switch}" for node, _ in places),
             *(node_link, switch_link, site_link),
         )
+
+
+def lane_kind(kind: str, lanes: int) -> str:
+    """The kind of each of so many lanes of a GPU of a kind, for times while all are busy."""
+    return kind if lanes == 1 else f"{kind}, {lanes} lanes"
+
+
+def lanes_of(kind: str) -> tuple[str, int]:
+    """What `lane_kind` made a kind of."""
+    found = _LANES.fullmatch(kind)
+    return (found[1], int(found[2])) if found else (kind, 1)
 
 
 def check_positive_float(value: object, what: str, hint: str = "") -> float:

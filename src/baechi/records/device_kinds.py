@@ -262,9 +262,15 @@ class DeviceKind:
         compute_ns, memory_ns = self.ideal_ns(kernel)
         return max(compute_ns / share.compute, memory_ns / share.memory)
 
-    def run_ns(self, kernels: Sequence[Kernel]) -> int:
-        """Time of kernels run one after another, launches included, rounded up."""
-        return math.ceil(sum(map(self.kernel_ns, kernels)) + self.launch_ns * len(kernels))
+    def run_ns(self, kernels: Sequence[Kernel], lanes: int = 1) -> int:
+        """Time of kernels run one after another, launches included, rounded up.
+
+        Where as much runs on several lanes, it is at least that of the work of all: kernels fill
+        the device, but for the time of their launches.
+        """
+        work_ns = sum(map(self.kernel_ns, kernels))
+        alone_ns = work_ns + self.launch_ns * len(kernels)
+        return math.ceil(alone_ns if lanes == 1 else max(alone_ns, lanes * work_ns))
 
 
 def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:

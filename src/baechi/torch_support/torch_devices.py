@@ -98,12 +98,18 @@ def device_kind(device: torch.device) -> str:
 
 
 def with_kinds(cluster: Cluster) -> Cluster:
-    """The cluster with missing kinds filled in from the hardware, as keys for costs."""
-    rows = (
-        row if row.kind else replace(row, kind=device_kind(torch_device(row.name)))
-        for row in cluster.devices
+    """The cluster with missing kinds, and lanes of GPUs, filled in from the hardware."""
+    places = [torch_device(row.name) for row in cluster.devices]
+    rows = tuple(
+        replace(
+            row,
+            kind=row.kind or device_kind(place),
+            lane_of=row.lane_of or (str(place) if several and place.type == "cuda" else ""),
+        )
+        for row, place in zip(cluster.devices, places, strict=True)
+        for several in [places.count(place) > 1]
     )
-    return replace(cluster, devices=tuple(rows))
+    return replace(cluster, devices=rows)
 
 
 def hardware(device: torch.device) -> str:
