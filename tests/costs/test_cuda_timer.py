@@ -146,3 +146,20 @@ def test_lanes_that_share_what_they_need_take_each_other_s_time() -> None:
                 (three,) = CudaTimer(DEVICE, 3).time([lambda n, run=run: [run] * n])
                 assert one.ns == pytest.approx(kernel_ns, rel=0.05)
                 assert three.ns == pytest.approx(takes * kernel_ns, rel=0.05)
+
+
+@emulated.alone
+def test_operators_on_lanes_wait_for_no_other_lane() -> None:
+    """Nothing is shared on the virtual clock, so each takes on three lanes what it takes on one."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(DEVICE), torch.ones(2, 8, device=DEVICE)
+    traced = baechi.trace(model, (x,))
+    with emulated.settings(CLOCK=1, KERNEL_NS=20_000):
+        one, three = (
+            baechi.profile(traced, DEVICE, cache=False, progress=False, lanes=lanes)
+            for lanes in (1, 3)
+        )
+    assert three.kind == f"{one.kind}, 3 lanes"
+    for alone, beside in zip(one.costs, three.costs, strict=True):
+        assert beside.forward_ns == pytest.approx(alone.forward_ns, rel=0.01)
+        assert beside.backward_ns == pytest.approx(alone.backward_ns, rel=0.01)
+    assert max(cost.backward_ns for cost in one.costs) >= 40_000  # gradients of input and weight

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import cycle
 from typing import Any, Final, final
 
 import torch
@@ -171,10 +172,16 @@ class Bench:
         with torch.enable_grad(), no_collections(), warnings.catch_warnings():
             # Made-up weights of a recurrent layer are in pieces; cuDNN says so.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            alone = Alone(self._module, nodes, make, self.place, self._evict, self._fresh)
+            # A lane has leaves of its own: autograd gives a leaf's gradient on one stream.
+            lanes = [
+                Alone(self._module, nodes, make, self.place, self._evict, self._fresh)
+                for _ in range(self.lanes)
+            ]
+            alone = lanes[0]
             known = _sizes(alone, self.place) if before is None else before
-            ways: list[Preparation] = [alone.forward_runs, alone.backward_runs]
-            ways += [partial(alone.backward_runs, fresh=True)] if alone.fresh else []
+            kinds = [Alone.forward_runs, Alone.backward_runs]
+            kinds += [partial(Alone.backward_runs, fresh=True)] if alone.fresh else []
+            ways = [_in_turn([partial(kind, lane) for lane in lanes]) for kind in kinds]
             ways = [way for way in ways if way(1)]
             readings = self._timer.time(ways, single=alone.single)
         forward, backward, fresh = [*readings, Reading(0), Reading(0)][:3]
@@ -377,6 +384,16 @@ class Alone:
         if fresh:
             self._held += kept
         return kept
+
+
+def _in_turn(preparations: Sequence[Preparation]) -> Preparation:
+    """Prepares by one after the other, so that lanes that prepare together have one each."""
+    turns = cycle(preparations)
+
+    def prepare(n: int) -> Sequence[Run]:
+        return next(turns)(n)
+
+    return prepare
 
 
 def _give_memory_back() -> None:

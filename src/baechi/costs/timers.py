@@ -214,15 +214,19 @@ class CudaTimer:
             readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
             return Reading(median_ns(readings, 1, self._pair_ns), launch_ns=least_ns)
         made_bytes = sum(tensor.nbytes for tensor in tensors_in(_call(prepare(1))))
-        repeats = max(min(_REPEATS, _HELD_BYTES // max(made_bytes, 1)), 1)
+        most = _REPEATS // max(len(self._lanes), 1)  # the launch queue is one for all
+        repeats = max(min(most, _HELD_BYTES // max(made_bytes, 1)), 1)
         remark = ""
         try:
-            repeated = self._captured(several, repeats)
-            readings = self._queued([repeated] * _QUEUED, launch_ns)
+            # Streams that wait for each other in a capture need not be those of autograd's leaves.
+            repeated = None if self._lanes else self._captured(prepare, repeats)
+            readings = [] if repeated is None else self._queued([repeated] * _QUEUED, launch_ns)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
             reason, *_ = str(error).split("\n")
             remark = f"{NO_GRAPH} ({reason})"
+            readings = []
+        if not readings:
             rows = [several(repeats) for _ in range(_QUEUED // 4)]
             calls = [partial(_call, row) for row in rows]
             readings = self._queued(calls, launch_ns * repeats)
