@@ -150,13 +150,13 @@ def test_the_step_is_that_of_a_slow_oracle(data, graph, cluster, microbatches):
     peaks = tuple(map(max, oracle.peaks(), launched_peaks(*rows, joined=joined)))
     assert rhythm.step_ns == oracle.makespan
     assert rhythm.peak_bytes == peaks
-    held = data.draw(st.sets(st.integers(0, len(cluster.devices) - 1)))
+    gpus = tuple(data.draw(st.sampled_from([None, "cuda:0", "cuda:1"])) for _ in cluster.devices)
     more = ordered_turns(
-        graph, cluster, placement, microbatches, joined=joined, effort="fast", held=held
+        graph, cluster, placement, microbatches, joined=joined, effort="fast", gpus=gpus
     )
     rows = (*rows[:4], more.turns, microbatches)
     peaks = map(
-        max, run(*rows, joined=joined).peaks(), launched_peaks(*rows, joined=joined, held=held)
+        max, run(*rows, joined=joined).peaks(), launched_peaks(*rows, joined=joined, gpus=gpus)
     )
     assert more.peak_bytes == tuple(peaks)
     limits = map(oracle.memory, range(len(cluster.devices)))

@@ -94,12 +94,15 @@ def run(graph, cluster, devices, segments, turns, microbatches, *, joined=False)
 
 
 def launched_peaks(
-    graph, cluster, devices, segments, turns, microbatches, *, joined=False, held=()
+    graph, cluster, devices, segments, turns, microbatches, *, joined=False, gpus=None
 ):
     """Peaks of devices where turns run one by one, and send what they made when they end.
 
-    On `held` devices what arrives stays, and what is sent until the turns that read it have ended.
+    On GPUs what is sent stays until the turns that read it have ended. What arrives from another
+    stays until a turn reads another arrival, made after a turn began that has nothing to do with it
+    any more; what arrives from another lane, or with a loss for all, to the end.
     """
+    gpus = gpus or [None] * len(cluster.devices)
     whole, index = copies(graph, segments, microbatches, joined=joined)
     home = {at: devices[op] for (op, _), at in index.items()}
     pools = [row.pool or number for number, row in enumerate(cluster.devices)]
@@ -113,8 +116,10 @@ def launched_peaks(
         tensor = whole.tensors[number]
         maker = tensor.producer
         arrived = [r for r in tensor.consumers if pool[r] == place and home[r] != home[maker]]
-        if any(home[r] in held for r in arrived):
-            return False
+        for reader in arrived:
+            gpu = gpus[home[reader]]
+            if gpu and (joined or gpu == gpus[home[maker]] or (number, home[reader]) not in passed):
+                return False
         if place != pool[maker]:
             return there[number, place] <= ran
         if tensor.kept or not tensor.consumers or not there[number, place] <= ran:
@@ -122,7 +127,7 @@ def launched_peaks(
         if all(pool[r] == place for r in tensor.consumers):
             return True
         others = {r for r in tensor.consumers if home[r] != home[maker]}
-        return maker in ended and (home[maker] not in held or others <= ended)
+        return maker in ended and (not gpus[home[maker]] or others <= ended)
 
     def go():
         for number, place in [key for key in there if may_go(*key)]:
@@ -134,8 +139,32 @@ def launched_peaks(
         there[number, place] = {r for r in readers if pool[r] == place}
         live[place] += whole.tensors[number].nbytes
 
-    for segment, batch in turns:
+    turn_of = {
+        index[op, batch]: number
+        for number, (segment, batch) in enumerate(turns)
+        for op in segments[segment]
+    }
+    passed = set()
+
+    def arrivals(device):
+        for number, tensor in enumerate(whole.tensors):
+            readers = [turn_of[r] for r in tensor.consumers if home[r] == device]
+            other = gpus[home[tensor.producer]] != gpus[device]
+            if readers and home[tensor.producer] != device and other:
+                yield number, readers, turn_of[tensor.producer]
+
+    def begin(turn, device):
+        made = [made for _, readers, made in arrivals(device) if min(readers) == turn]
+        mine = [t for t, row in enumerate(turns) if devices[segments[row[0]][0]] == device]
+        for number, readers, _ in arrivals(device):
+            behind = [t for t in mine if t > max(readers)][:1]
+            if behind and any(other > behind[0] for other in made):
+                passed.add((number, device))
+        go()
+
+    for turn, (segment, batch) in enumerate(turns):
         own = [index[op, batch] for op in segments[segment]]
+        begin(turn, home[own[0]])
         for at in own:
             for number, tensor in enumerate(whole.tensors):
                 if tensor.producer == at:

@@ -33,7 +33,7 @@ Source of the program: Tarnawski et al., "Piper" (NeurIPS 2021), section 3, wher
 the stages behind; here without replicas. Complexity: O(blocks**2 * stages) per row of devices.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, Final, TypeAlias, final
@@ -103,7 +103,7 @@ def ordered_turns(
     constraints: Constraints | None = None,
     effort: str = "balanced",
     in_flight: int = 0,
-    held: Collection[int] = (),
+    gpus: tuple[str | None, ...] = (),
 ) -> Rhythm:
     """The shortest order found of the turns of a placed graph, of those that fit the memory.
 
@@ -120,7 +120,7 @@ def ordered_turns(
         constraints: As for `solve`; margins are kept free.
         effort: `"fast"`, `"balanced"` or `"thorough"`: how many orders are tried.
         in_flight: The most batches that a device has begun and not ended; 0 for any number.
-        held: As in `Turns`.
+        gpus: As in `Turns`.
 
     Raises:
         InputError: A number is not positive, the placement is of another graph, or the segments
@@ -134,7 +134,7 @@ def ordered_turns(
     rows = own if segments is None else tuple(map(tuple, segments))
     problem = problem.in_use(placement.devices)
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
-    turns = replace(turns, segments=as_run(graph, rows), held=frozenset(held))
+    turns = replace(turns, segments=as_run(graph, rows), gpus=gpus)
     known = placement.microbatches == microbatches and not joined and not in_flight
     if known and placement.turns and turns.segments == own:
         order: Order = tuple((at, batch) for at, batch in placement.turns)

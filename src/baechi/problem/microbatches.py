@@ -278,8 +278,8 @@ class Turns:
         segments: The ops of every segment, in their order.
         microbatches: Their number.
         joined: Whether there is one loss for all batches.
-        held: Devices where what crosses to or from others stays to the end of the step, as
-            streams of a GPU hold it (docs/runtime.md).
+        gpus: The GPU of every device, where streams hold what crosses (docs/runtime.md); empty
+            where none is on one.
     """
 
     graph: OpGraph
@@ -288,7 +288,7 @@ class Turns:
     segments: tuple[tuple[int, ...], ...]
     microbatches: int
     joined: bool = False
-    held: frozenset[int] = frozenset()
+    gpus: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
         home = self.placement.devices
@@ -346,7 +346,9 @@ class Turns:
 
         An allocator gives and takes as the host launches, whatever runs meanwhile. So a copy is
         there when its tensor's turn has been launched, and stays while turns of other devices are
-        that the clock has run by then.
+        that the clock has run by then. On a GPU what has arrived stays until another arrives that
+        is made after the turn behind its last reader's has begun; what another lane reads, or is
+        kept to another phase, stays to the end.
         """
         copies, problem = self.ops
         arrays, pool = copies.arrays, np.array(problem.device_pool)
@@ -354,10 +356,10 @@ class Turns:
         tensors, index = np.arange(arrays.tensors), arrays.per_consumer(np.arange(arrays.tensors))
         makers, readers = arrays.edges()
         stays = (arrays.kept > 0) | (np.diff(arrays.consumer_begin) == 0)
-        holds, n = np.array([device in self.held for device in range(len(pool))]), len(rank)
-        other = where[makers] != where[readers]
-        arrives, leaves = other & holds[where[readers]], other & holds[where[makers]]
-        where = pool[where]
+        gpus, n = np.array([str(gpu or "") for gpu in self.gpus or [None] * len(pool)]), len(rank)
+        other, on = where[makers] != where[readers], gpus[where]
+        arrives, leaves = (other & (on[ends] != "") for ends in (readers, makers))
+        devices_of, where = where, pool[where]
         position, ends = np.empty((2, n), np.int64)
         position[rank] = np.arange(n)
         sizes = [len(self.segments[at]) for at, _ in order]
@@ -367,7 +369,24 @@ class Turns:
         np.maximum.at(gone, index[leaves], ends[readers[leaves]])
         until = np.zeros((len(problem.pool_memory), arrays.tensors), np.int64)
         np.maximum.at(until, (where[readers], index), position[readers] + 1)
-        until[where[readers[arrives]], index[arrives]] = n
+        begun = ends - np.repeat(sizes, sizes)[position]
+        passes = arrives & (on[makers] != on[readers]) & (not self.joined)
+        stay = arrives & ~passes
+        until[where[readers[stay]], index[stay]] = n
+        for device in np.unique(devices_of[readers[passes]]).tolist():
+            mine = passes & (devices_of[readers] == device)
+            turns = np.append(np.unique(begun[devices_of == device]), n)
+            there, at = np.unique(index[mine], return_inverse=True)
+            first, last = np.full(len(there), n), np.zeros(len(there), np.int64)
+            np.minimum.at(first, at, begun[readers[mine]])
+            np.maximum.at(last, at, position[readers[mine]])
+            made = begun[arrays.producer[there]]
+            by_maker = np.argsort(made)
+            soonest = np.minimum.accumulate(np.append(first[by_maker], n)[::-1])[::-1]
+            behind = turns[np.searchsorted(turns, last, side="right")]
+            taken = soonest[np.searchsorted(made[by_maker], behind, side="right")]
+            pools = np.full(len(there), pool[device])
+            np.maximum.at(until, (pools, there), taken)
         copied = until > 0
         copied[home, tensors] = False
         last = np.maximum(until[home, tensors], np.where(copied.any(axis=0), gone, 0))

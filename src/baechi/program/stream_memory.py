@@ -63,9 +63,7 @@ def scheduled(
     if all(gpu is None for gpu in gpus):
         return schedule
     if placement.microbatches > 1:
-        rhythm = ordered_turns(
-            graph, cluster, placement, placement.microbatches, held=on_gpus(gpus)
-        )
+        rhythm = ordered_turns(graph, cluster, placement, placement.microbatches, gpus=tuple(gpus))
         return Schedule(
             *(schedule.spans, schedule.transfers, rhythm.peak_bytes),
             late_bound=lambda: schedule.lower_bound_ns,
@@ -77,11 +75,6 @@ def scheduled(
         *(schedule.spans, schedule.transfers, launches.peaks()),
         late_bound=lambda: schedule.lower_bound_ns,
     )
-
-
-def on_gpus(gpus: Gpus) -> frozenset[int]:
-    """The logical devices that are on a GPU."""
-    return frozenset(device for device, gpu in enumerate(gpus) if gpu is not None)
 
 
 def solve_with_held(

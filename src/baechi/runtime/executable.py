@@ -16,7 +16,7 @@ from baechi.problem.microbatches import segments_of
 from baechi.processes.world import Ranks
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
-from baechi.program.stream_memory import on_gpus, scheduled
+from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
@@ -159,8 +159,8 @@ class Executable:
         """The turns of the micro-batches in order, by the clock."""
         graph, cluster = cast(OpGraph, self.graph), cast(Cluster, self.cluster)
         joined = self.training and not self.own_loss
-        held = on_gpus(gpus_of(self.places[: len(cluster.devices)]))
-        order = partial(ordered_turns, graph, segments=segments, joined=joined, held=held)
+        gpus = gpus_of(self.places[: len(cluster.devices)])
+        order = partial(ordered_turns, graph, segments=segments, joined=joined, gpus=gpus)
         self.rhythm = found = order(cluster, self.placement, self.batches)
         # Where memory is ample the shortest order may run far ahead: one with few micro-batches
         # in flight is often as short.

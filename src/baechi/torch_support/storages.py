@@ -109,6 +109,14 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def is_mine_alone(storage: torch.UntypedStorage) -> bool:
+    """True if no tensor has the storage, nor autograd: this object is all that stands for it.
+
+    `_storage_Use_Count` is a private name of torch; seen with torch 2.11, 2.13 and 2.14.
+    """
+    return torch._C._storage_Use_Count(key_of(storage)) == 1
+
+
 def distinct_storages(values: Any) -> dict[int, torch.UntypedStorage]:
     """The storages of the tensors among nested values (no iterator), each once, by key."""
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))

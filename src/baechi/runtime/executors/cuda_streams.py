@@ -30,6 +30,7 @@ from baechi.torch_support.storages import (
     crossings,
     cut_up,
     distinct_storages,
+    is_mine_alone,
     key_of,
     laid_out,
     once,
@@ -49,11 +50,16 @@ class HeldStorages:
 
     What autograd has saved of them is dropped when the host reaches it in the backward, whatever
     other streams still do with it; so the backward holds it again, to its own end.
+
+    Of several micro-batches, what has arrived on a device goes earlier: nobody else has it any
+    more when a next turn begins there, and a later copy to there waits until that turn began.
     """
 
     def __init__(self) -> None:
         self._strong: dict[int, torch.UntypedStorage] = {}
         self._weak: list[weakref.ref[torch.UntypedStorage]] = []
+        self._arrived: dict[int, set[int]] = defaultdict(set)  # keys, by logical device
+        self._read: dict[int, tuple[torch.cuda.Event, list[torch.UntypedStorage]]] = {}
 
     def __len__(self) -> int:
         return len(self._strong)
@@ -61,14 +67,33 @@ class HeldStorages:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return any(key in self._strong for key in distinct_storages([tensor]))
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor's storages until `rest`."""
-        self._strong.update(distinct_storages([tensor]))
+    def turn(self, device: int, stream: torch.cuda.Stream) -> None:
+        """Note what the turns of a device until now were the last to read."""
+        there = self._arrived[device]
+        gone = [key for key in there if is_mine_alone(self._strong[key])]
+        if gone:
+            _, storages = self._read.get(device, (None, []))
+            storages += map(self._strong.pop, gone)
+            there.difference_update(gone)
+            self._read[device] = stream.record_event(), storages
+
+    def drop(self, device: int, stream: torch.cuda.Stream) -> None:
+        """Let go of that, on the stream that has made it and now waits for those turns."""
+        if device in self._read:
+            stream.wait_event(self._read.pop(device)[0])
+
+    def add(self, tensor: torch.Tensor, arrived: int | None = None) -> None:
+        """Hold a tensor's storages until `rest`, or a copy's on a device until `drop`."""
+        self._strong.update(storages := distinct_storages([tensor]))
+        if arrived is not None:
+            self._arrived[arrived].update(storages)
 
     def rest(self) -> None:
         """Drop all, but remember weakly what others keep alive."""
         self._weak = [weakref.ref(storage) for storage in self._strong.values()]
         self._strong = {}
+        self._arrived.clear()
+        self._read.clear()
 
     def wake(self) -> None:
         """Hold again what is still alive."""
@@ -354,12 +379,17 @@ class CudaExecutor:
         elif isinstance(row, Free):
             self.bound.frees[phase][Place(row.tensor, row.device)].clear(step)
         else:
+            held = step.own.held if len(steps) > 1 and stream is not None else None
             with _on(stream), step.counting(self._program.lanes[lane].device):
                 if isinstance(row, Run):
+                    if held is not None:
+                        held.turn(self._program.lanes[lane].device, stream)
                     self._run_tapes(step, self._program.phases[phase].segments[row.segment])
                 else:
                     moves = self.bound.copies[phase][Place(row.tensor, row.dst)]
                     made = step.meter is not None or self._places[row.src] != self._places[row.dst]
+                    if held is not None:
+                        held.drop(row.dst, stream)
                     send = partial(self._send, step, row, streams, phase)
                     move(step, moves, send, together=made)
 
@@ -424,8 +454,8 @@ class CudaExecutor:
                     room.data.copy_(dense, non_blocking=True)
                 else:
                     moved = cut_up(tensor.to(place), tensors)
-        if reader is not None:
-            run.held.add(moved[0])  # all are views of one storage
+        if reader is not None:  # all are views of one storage
+            run.held.add(moved[0], None if tensor.device == place else row.dst)
         return moved
 
     def _through_pinned(self, part: torch.Tensor, place: torch.device) -> torch.Tensor:
