@@ -323,3 +323,31 @@ def test_what_arrives_from_another_device_is_counted_and_let_go_of(name: str) ->
     placed.unplace()
     assert len(set(pins)) == 2
     assert all(one <= two <= 1.05 * one for one, two in zip(seen, said, strict=True))
+
+
+class Sums(nn.Module):
+    """Tensors that are summed beside another reader, or twice, or behind a matrix product."""
+
+    def __init__(self, *, twice: bool = False, product: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.twice, self.product = twice, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            scale = layer(x) if self.product else layer(x).tanh()
+            total = total + scale.sum(-1).sum()
+            x = (x if self.twice else x * scale).exp()
+            if self.twice:
+                total = total + (scale.sum(0) * 2).sum()
+        return x.sum() - total
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("given", [{}, {"twice": True}, {"product": True}])
+def test_a_sum_sends_back_a_view_of_its_gradient(given: dict[str, bool], n: int) -> None:
+    rows = errors(Sums(**given), (torch.randn(256, 64),), n, 2)
+    assert min(rows) >= 0
+    if n == 1 and not given:
+        assert rows[0] <= 0.005

@@ -28,7 +28,7 @@ from baechi.tracing.fx_nodes import operator_name
 
 _JOINS: Final = frozenset({"cat", "concat", "stack"})
 # They give the gradient that they get to what they read.
-_HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias"}
+_HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias", "sum"}
 
 
 class Held(NamedTuple):

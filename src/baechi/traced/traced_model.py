@@ -433,13 +433,12 @@ def _late_gradients(traced: TracedOperators) -> dict[int, int]:
 
 
 def _added_gradients(traced: TracedOperators) -> dict[int, int]:
-    """The largest gradient that each forward op's backward makes and that is added to another."""
+    """The largest sum that each forward op's backward adds one of its gradients to."""
     largest: dict[int, int] = {}
     for tensor in filter(traced.is_gathered, traced.tensors):
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
-        for op, nbytes in zip(tensor.consumers, sizes, strict=True):
-            if op in traced.differentiated:
-                largest[op] = max(largest.get(op, 0), nbytes)
+        for op in traced.differentiated.intersection(tensor.consumers):
+            largest[op] = max(largest.get(op, 0), *sizes)
     return largest
 
 

@@ -245,7 +245,7 @@ def read_once(module: fx.GraphModule) -> fx.GraphModule:
     Its code is that of before until it is generated.
     """
     for node in list(module.graph.nodes):
-        for value in node.all_input_nodes if _is_one_node(node) else ():
+        for value in node.all_input_nodes if is_one_node(node) else ():
             n = sum(given is value for given in _flat(node.args))
             is_tensor = isinstance(value.meta.get("val", value), torch.Tensor | fx.Node)
             if n > 1 and len(value.users) > 1 and value.op != "get_attr" and is_tensor:
@@ -272,7 +272,7 @@ def _flat(args: Any) -> list[Any]:
     return [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
 
 
-def _is_one_node(node: fx.Node) -> bool:
+def is_one_node(node: fx.Node) -> bool:
     """True if an operator is one node of autograd's graph, which returns gradients in order."""
     target = node.target
     if node.op != "call_function":

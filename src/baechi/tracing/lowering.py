@@ -22,7 +22,13 @@ from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.export_branches import Questions
 from baechi.tracing.families import Family
-from baechi.tracing.fx_nodes import op_name, source_line, target_name
+from baechi.tracing.fx_nodes import (
+    is_one_node,
+    op_name,
+    operator_name,
+    source_line,
+    target_name,
+)
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
@@ -171,7 +177,9 @@ class Lowering:
                 self._facts.storages[storage].nbytes,
                 kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
                 differentiable=differentiable,
-                gradient_bytes=self._gradient_bytes(home, readers, {storage}, differentiable),
+                gradient_bytes=self._gradient_bytes(
+                    home, readers, {storage}, differentiable, expands=storage not in kept
+                ),
                 scalar=shapes.get(storage) == {()},
             )
             rows.append((tensor, storage))
@@ -185,11 +193,19 @@ class Lowering:
         return rows
 
     def _gradient_bytes(
-        self, op: int, readers: Sequence[int], storages: set[int] | None, differentiable: bool
+        self,
+        op: int,
+        readers: Sequence[int],
+        storages: set[int] | None,
+        differentiable: bool,
+        *,
+        expands: bool = False,
     ) -> tuple[int, ...]:
         """The bytes each reader sends back to an operator: one gradient per value that it reads.
 
-        The values are those in some storages, or all of the operator's.
+        The values are those in some storages, or all of the operator's. A sum sends a view that
+        repeats its own gradient, which `expands` takes as it is: for one reader of a tensor, since
+        two such views that are added up are as large as the tensor.
         """
         if not differentiable:
             return ()
@@ -200,11 +216,28 @@ class Lowering:
                 for value in self._parts.values(node)
                 if value.storage in self._graded and (storages is None or value.storage in storages)
             ]
-            nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
-            for reader in {self._parts.op_of.get(user) for user in self._parts.users(node)}:
-                if reader in sent and reader != op:
+            nbytes = _nbytes(values)
+            users = [(self._parts.op_of.get(user), user) for user in self._parts.users(node)]
+            for reader in sorted(sent.keys() & dict(users).keys() - {op}):
+                repeated = [self._repeated(node, user) for own, user in users if own == reader]
+                if expands and repeated[0] and len(repeated) == 1:
+                    sent[reader] += repeated[0]
+                    expands = False
+                else:
                     sent[reader] += nbytes
         return tuple(sent.values())
+
+    def _repeated(self, node: fx.Node, user: fx.Node) -> int:
+        """The bytes of the gradient that a sum repeats, if the node's backward reads it as it is.
+
+        Kernels of matrix products, norms and their like make it dense: 0 for these, and for no sum.
+        """
+        mine, result = self._parts.values(node), self._parts.values(user)
+        if operator_name(user) != "sum" or len(mine) != 1 or mine[0].dtype != result[0].dtype:
+            return 0
+        made = self._facts.storages[mine[0].storage].node is node
+        written = mine[0].storage in self._parts.last_write
+        return _nbytes(result) if is_one_node(node) and made and not written else 0
 
     def _returned_elsewhere(self) -> set[int]:
         """Operators that return a view with a gradient of what another one made."""
@@ -461,6 +494,10 @@ def _show_graph(graph: Any) -> str:
 def _show_value(value: Value) -> str:
     grad = "'" if value.requires_grad else ""
     return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
+
+
+def _nbytes(values: Sequence[Value]) -> int:
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
 
 
 def _unique(name: str, taken: set[str]) -> str:
