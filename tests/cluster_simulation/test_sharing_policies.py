@@ -21,7 +21,7 @@ from baechi.cluster_simulation.policies.interleaving import (
     interruption,
     iteration_together,
 )
-from baechi.cluster_simulation.policies.optimal_choices import best_pairs
+from baechi.cluster_simulation.policies.optimal_choices import best_flows
 from baechi.cluster_simulation.policies.sjf_bsbf import benefit
 from baechi.cluster_simulation.simulator import simulate_cluster
 
@@ -193,24 +193,27 @@ def test_antman_slows_down_only_those_without_a_guarantee():
     st.dictionaries(
         st.tuples(st.integers(0, 3), st.integers(0, 3)), st.integers(0, 20), max_size=10
     ),
-    st.dictionaries(st.integers(0, 3), st.integers(0, 2), max_size=4),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
 )
-def test_no_pairs_weigh_more(weights, room):
-    found = best_pairs(weights, room)
-    assert all(list(found.values()).count(other) <= room.get(other, 1) for other in range(4))
+def test_no_pairs_weigh_more(weights, many, room):
+    flows = best_flows(weights, dict(enumerate(many)), dict(enumerate(room)))
+    for side, limit in enumerate((many, room)):
+        for kind, most in enumerate(limit):
+            assert sum(count for pair, count in flows.items() if pair[side] == kind) <= most
 
-    def most(one, left):
-        """The best for this and all later ones of the first side."""
+    def most(one, left, others):
+        """The best for what is left of this kind of the first side, and all later kinds."""
         if one > 3:
             return 0
-        best = most(one + 1, left)
+        best = most(one + 1, many[one + 1] if one < 3 else 0, others)
         for (a, other), weight in weights.items():
-            if a == one and left[other]:
-                best = max(best, weight + most(one + 1, {**left, other: left[other] - 1}))
+            if a == one and left and others[other]:
+                fewer = [*others[:other], others[other] - 1, *others[other + 1 :]]
+                best = max(best, weight + most(one, left - 1, fewer))
         return best
 
-    least = most(0, {other: room.get(other, 1) for other in range(4)})
-    assert sum(weights[pair] for pair in found.items()) == least
+    assert sum(weights[pair] * count for pair, count in flows.items()) == most(0, many[0], room)
 
 
 def test_muxflow_matches_where_antman_takes_the_first():

@@ -183,8 +183,8 @@ class RoundPolicy(AllocatingPolicy):
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """As decided anew in a new round; else as it is, and jobs on what is idle."""
         turn = view.now // self._ticks
-        urgent = any(not run.running and self.urgent(run) for run in view.runs)
-        if turn > self._round or urgent or not any(run.running for run in view.runs):
+        anew = turn > self._round or not any(run.running for run in view.runs)
+        if anew or self.urgent(view):
             self._round = turn
             return self.decide(view)
         return [*view.kept(), *self.fill(view)]
@@ -193,9 +193,9 @@ class RoundPolicy(AllocatingPolicy):
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The allocation of a round."""
 
-    def urgent(self, run: JobRun) -> bool:
+    def urgent(self, view: ClusterView) -> bool:
         """True if a job that waits cannot wait for the next round."""
-        del run
+        del view
         return False
 
     def fill(self, view: ClusterView) -> Iterable[Allocation]:

@@ -11,48 +11,46 @@ much they shorten it.
 
 Where we leave it: a job of positive priority is load of inference. It runs on the nodes of GPUs of
 the kind `inference`, or on any where no kind has that name, and nobody preempts it. Training jobs
-that run keep their least size, and change theirs at every event; the paper does so periodically.
+that run keep their least size. Sizes are chosen every 300 ticks, and when inference wants servers.
 Jobs of one size prefer the GPUs of the training cluster and others those on loan.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.allocation import (
-    AllocatingPolicy,
     Allocation,
     ClusterView,
+    RoundPolicy,
 )
 from baechi.cluster_simulation.policies.optimal_choices import knapsack
+from baechi.cluster_simulation.policies.server_loans import reclaimed
 
 _INFERENCE: Final = "inference"
-
-
-def cheapest(servers: Mapping[int, Mapping[int, bool]], among: Iterable[int]) -> int:
-    """The server that costs least to reclaim.
-
-    Args:
-        servers: The jobs on each, and whether they can give up just their workers there.
-        among: The servers to choose from.
-    """
-    spread = Counter(job for jobs in servers.values() for job in jobs)
-
-    def cost(server: int) -> float:
-        return sum(0.0 if gives else 1 / spread[job] for job, gives in servers[server].items())
-
-    return min(among, key=lambda server: (cost(server), server))
+_INTERVAL: Final = 300
 
 
 @final
-class Lyra(AllocatingPolicy):
+class Lyra(RoundPolicy):
     """Inference first, on reclaimed servers if need be; training jobs on what is left."""
 
     name = "lyra"
-    preemptive = True
 
-    def allocate(self, view: ClusterView) -> Sequence[Allocation]:
+    def __init__(self, interval: int = _INTERVAL) -> None:
+        super().__init__(interval)
+
+    def urgent(self, view: ClusterView) -> bool:
+        """Inference does not wait for training jobs."""
+        return any(run.job.priority > 0 and not run.running for run in view.runs)
+
+    def fill(self, view: ClusterView) -> Sequence[Allocation]:
+        """In the middle of an interval the shortest that fit start with their least size."""
+        waiting = _shortest(view, (run for run in view.runs if not run.running))
+        sizes, _ = view.least_sizes(waiting, len(view.idle))
+        return [Allocation(run, sizes[run.index]) for run in waiting if run.index in sizes]
+
+    def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """Inference, the least sizes, and the knapsack."""
         pool = view.kinds.get(_INFERENCE, tuple(range(view.total)))
         inference = [run for run in view.runs if run.job.priority > 0]
@@ -62,11 +60,10 @@ class Lyra(AllocatingPolicy):
         on = {run.index: run for run in training if run.running}
         back: set[int] = set()  # servers that are reclaimed
         for run in inference:
-            if not run.running and (gpus := _reclaimed(view, run, pool, held, on, back)):
+            if not run.running and (gpus := reclaimed(view, run, pool, held, on, back)):
                 answer.append(Allocation(run, among=gpus))
                 held.update(gpus)
-        waiting = [run for run in training if run.index not in on]
-        waiting.sort(key=lambda run: (run.remaining(view.now), run.index))
+        waiting = _shortest(view, (run for run in training if run.index not in on))
         sizes, left = view.least_sizes([*on.values(), *waiting], view.total - len(held))
         here = [run for run in (*on.values(), *waiting) if run.index in sizes]
         more = knapsack([_values(view, run, sizes[run.index], left) for run in here], left)
@@ -102,46 +99,12 @@ def _placed(
     return answer
 
 
+def _shortest(view: ClusterView, runs: Iterable[JobRun]) -> list[JobRun]:
+    return sorted(runs, key=lambda run: (run.remaining(view.now), run.index))
+
+
 def _values(view: ClusterView, run: JobRun, least: int, room: int) -> list[float]:
     """How much sooner a job ends with 1, 2, ... GPUs more."""
     sizes = range(least + 1, min(view.most(run), least + room) + 1)
-    return [view.time_left(run, least) - view.time_left(run, size) for size in sizes]
-
-
-def _reclaimed(
-    view: ClusterView,
-    run: JobRun,
-    pool: Sequence[int],
-    held: set[int],
-    on: dict[int, JobRun],
-    back: set[int],
-) -> tuple[int, ...]:
-    """GPUs for a job of inference; none if others of its kind hold too many.
-
-    Training jobs that lose theirs go out of `on`, and reclaimed servers into `back`.
-    """
-    gpus = view.devices.fleet.gpus
-    if not view.fits(run, tuple(pool)):
-        pool = range(view.total)
-    unheld = tuple(gpu for gpu in pool if gpu not in held)
-    if not view.fits(run, unheld):
-        return ()
-    while True:
-        servers: dict[int, dict[int, bool]] = {}
-        for index, other in on.items():
-            stays = Counter(
-                gpus[gpu].node for gpu in other.grant.gpus if gpus[gpu].node not in back
-            )
-            for node, count in stays.items():
-                gives = sum(stays.values()) - count >= view.least(other)
-                servers.setdefault(node, {})[index] = gives
-        busy = {gpu for other in on.values() for gpu in other.grant.gpus}
-        idle = (gpu for gpu in unheld if gpu not in busy or gpus[gpu].node in back)
-        if taken := view.taken(run, tuple(idle)):
-            return taken
-        lent = {gpus[gpu].node for gpu in unheld}
-        server = cheapest(servers, lent.intersection(servers))
-        back.add(server)
-        for index, gives in servers[server].items():
-            if not gives:
-                del on[index]
+    now = view.time_left(run, least)
+    return [now - view.time_left(run, size) for size in sizes]

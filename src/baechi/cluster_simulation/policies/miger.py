@@ -8,13 +8,13 @@ on a whole GPU, is the largest.
 
 Where we leave it: it also chooses how each GPU is cut; the slices of a cluster here are what they
 are (`--slice`). It tries all ways on one GPU as a job comes; here the sum is over all GPUs,
-maximized by a matching, in which a job that runs keeps its place for a hundredth less. In time
+maximized by a matching, at every event; of equal ones the one that moves few is taken. In time
 means: as fast as on a whole GPU, or on the largest slice. Online jobs are those of priority 0 and
 more. Jobs that no slices of one size hold have any; offline ones of several are not matched.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import WHOLE, JobRun
@@ -23,10 +23,10 @@ from baechi.cluster_simulation.policies.allocation import (
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.optimal_choices import best_pairs
+from baechi.cluster_simulation.policies.muxflow import couples
 
 _BUSY: Final = 700  # thousandths of a slice
-_STAYS: Final = 1.01
+_Slices = Mapping[int, tuple[int, ...]]
 
 
 @final
@@ -39,43 +39,45 @@ class Miger(AllocatingPolicy):
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """Online jobs and then wide offline ones, by arrival; for the others the matching."""
         gpus = view.devices.fleet.gpus
-        slices = {
+        slices: dict[int, tuple[int, ...]] = {
             share: tuple(index for index, gpu in enumerate(gpus) if gpu.share == share)
             for share in sorted({gpu.share for gpu in gpus})
         }
         left = Counter(gpu.share for gpu in gpus)
         runs = sorted(view.runs, key=lambda r: (r.job.priority < 0, not r.running, r.index))
-        hosts: dict[int, tuple[JobRun, int]] = {}
+        hosts: dict[int, JobRun] = {}
+        alike: dict[object, list[JobRun]] = defaultdict(list)
+        among: dict[tuple[int, object], list[int]] = defaultdict(list)
         answer = []
-        guests = []
         for run in runs:
+            kind = run.job.part, run.job.graph is None
             if run.job.priority < 0 and view.needs(run) == 1:
-                guests.append(run)
+                alike[kind].append(run)
             elif taken := _smallest(view, run, slices, left):
                 left.subtract(gpus[gpu].share for gpu in taken[: view.needs(run)])
                 answer.append(Allocation(run, among=taken))
-                if run.job.priority >= 0:
-                    hosts[run.index] = run, min(gpus[gpu].share for gpu in taken)
+                if run.job.priority >= 0 and view.needs(run) == 1:
+                    hosts[run.index] = run
+                    among[gpus[taken[0]].share, kind].append(run.index)
+        # A slice goes by its negative share, so that hosts and slices are not mixed up.
+        among.update({(share, None): [-share] * max(0, left[share]) for share in slices})
         weights = {
-            (guest.index, place): throughput
-            for guest in guests
-            for place, throughput in _places(view, guest, hosts, slices)
+            (one, place): throughput
+            for one, (guest, *_) in alike.items()
+            for place, rows in among.items()
+            for host in [hosts.get(rows[0]) if rows else None]
+            if (throughput := _throughput(view, guest, host, place[0], slices))
         }
-        # Slices go by their negative share, so that hosts and slices are not mixed up.
-        pairs = best_pairs(weights, {-share: max(0, count) for share, count in left.items()})
-        for guest in guests:
-            place = pairs.get(guest.index)
-            if place is None:
-                continue
+        for guest, place in couples(view, alike, among, weights):
             if place < 0:
                 answer.append(Allocation(guest, among=slices[-place]))
             else:
-                answer.append(Allocation(guest, beside=hosts[place][0]))
+                answer.append(Allocation(guest, beside=hosts[place]))
         return view.or_first(answer)
 
 
 def _smallest(
-    view: ClusterView, run: JobRun, slices: Mapping[int, tuple[int, ...]], left: Mapping[int, int]
+    view: ClusterView, run: JobRun, slices: _Slices, left: Mapping[int, int]
 ) -> tuple[int, ...]:
     """What a job has; else the slices of the smallest size that serves it, if enough are free."""
     if run.running:
@@ -88,26 +90,14 @@ def _smallest(
     return next((slices[share] for share in able if left[share] >= view.needs(run)), ())
 
 
-def _places(
-    view: ClusterView,
-    guest: JobRun,
-    hosts: Mapping[int, tuple[JobRun, int]],
-    slices: Mapping[int, tuple[int, ...]],
-) -> Iterator[tuple[int, float]]:
-    """Hosts and slices for an offline job of one GPU, and its throughput there."""
+def _throughput(
+    view: ClusterView, guest: JobRun, host: JobRun | None, share: int, slices: _Slices
+) -> float:
+    """That of an offline job on a slice, alone or beside a host, over that on a whole GPU."""
     rate, part = view.devices.sharing.rate, guest.job.part
-    whole = rate([part], part, WHOLE)
-    here = guest.grant.gpus if guest.running else ()
-    owners = [view.devices.owners[gpu][0] for gpu in here]
-    for share, gpus in slices.items():
-        if view.fits(guest, gpus):
-            stays = owners == [guest.index] and here[0] in gpus
-            yield -share, rate([part], part, share) / whole * (_STAYS if stays else 1.0)
-    for index, (host, share) in hosts.items():
-        few = host.job.compute * WHOLE <= _BUSY * share and view.needs(host) == 1
-        if few and view.may_share((host, guest)):
-            stays = owners == [index]
-            yield (
-                index,
-                rate([host.job.part, part], part, share) / whole * (_STAYS if stays else 1.0),
-            )
+    parts = [part] if host is None else [host.job.part, part]
+    if host is None:
+        may = view.fits(guest, slices[share])
+    else:
+        may = host.job.compute * WHOLE <= _BUSY * share and view.may_share((host, guest))
+    return rate(parts, part, share) / rate([part], part, WHOLE) if may else 0.0

@@ -13,14 +13,17 @@ start on whole GPUs in order of arrival, and offline jobs leave GPUs that they n
 have equally many GPUs. Offline jobs that are matched to nobody take GPUs that are free.
 """
 
-from collections.abc import Sequence
-from typing import Final, final
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeVar, final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.optimal_choices import best_pairs
+from baechi.cluster_simulation.policies.optimal_choices import best_flows
 
 _INTERVAL: Final = 900
+_Kind = TypeVar("_Kind", bound=Hashable)
+_Place = TypeVar("_Place", bound=Hashable)
 
 
 @final
@@ -32,47 +35,104 @@ class MuxFlow(RoundPolicy):
     def __init__(self, interval: int = _INTERVAL) -> None:
         super().__init__(interval)
 
-    def urgent(self, run: JobRun) -> bool:
-        """An online job."""
-        return run.job.priority >= 0
+    def urgent(self, view: ClusterView) -> bool:
+        """An online job that finds room once offline ones leave."""
+        online = [run for run in view.runs if run.job.priority >= 0]
+        left = view.total - sum(len(run.grant.gpus) for run in online if run.running)
+        waiting = (view.needs(run) for run in online if not run.running)
+        return any(len(view.idle) < needs <= left for needs in waiting)
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The online jobs that fit, who is matched to them, and who fits into the rest."""
-        left, hosts = view.total, []
-        by_start = sorted(view.runs, key=lambda run: (not run.running, run.index))
-        for run in by_start:
-            if run.job.priority >= 0 and view.needs(run) <= left:
-                left -= view.needs(run)
-                hosts.append(run)
-        guests = [run for run in by_start if run.job.priority < 0]
-        return [*map(Allocation, hosts), *_matched(view, guests, hosts, left)]
+        hosts = [run for run in view.runs if run.job.priority >= 0]
+        guests = [run for run in view.runs if run.job.priority < 0]
+        return list(_matched(view, hosts, guests, (), view.total))
 
-    def fill(self, view: ClusterView) -> Sequence[Allocation]:
-        """In the middle of an interval those who wait are matched to those who are alone."""
-        guests = [run for run in view.runs if not run.running]
+    def fill(self, view: ClusterView) -> Iterable[Allocation]:
+        """In the middle of an interval those who wait, on idle GPUs and beside who is alone."""
+        waiting = [run for run in view.runs if not run.running]
+        hosts = [run for run in waiting if run.job.priority >= 0]
+        guests = [run for run in waiting if run.job.priority < 0]
         alone = [group[0] for group in view.groups() if len(group) == 1]
-        hosts = [run for run in alone if run.job.priority >= 0]
-        return _matched(view, guests, hosts, len(view.idle))
+        open_hosts = [run for run in alone if run.job.priority >= 0]
+        return _matched(view, hosts, guests, open_hosts, len(view.idle))
 
 
 def _matched(
-    view: ClusterView, guests: Sequence[JobRun], hosts: Sequence[JobRun], left: int
-) -> list[Allocation]:
-    """Allocations beside hosts by the matching, and on GPUs that are left."""
-    by_index = {host.index: host for host in hosts}
-    pairs = best_pairs(
-        {
-            (guest.index, host.index): view.slowed_together((host, guest))[1]
-            for guest in guests
-            for host in hosts
-            if view.needs(host) == view.needs(guest) and view.may_share((host, guest))
-        }
-    )
-    answer = []
+    view: ClusterView,
+    hosts: Iterable[JobRun],
+    guests: Iterable[JobRun],
+    others: Iterable[JobRun],
+    left: int,
+) -> Iterator[Allocation]:
+    """Allocations of hosts that fit, of guests beside them or `others`, and of other guests."""
+    places = [*others]
+    for run in sorted(hosts, key=lambda run: (not run.running, run.index)):
+        if view.needs(run) <= left:
+            left -= view.needs(run)
+            places.append(run)
+            yield Allocation(run)
+    alike = defaultdict(list)
     for guest in guests:
-        if guest.index in pairs:
-            answer.append(Allocation(guest, beside=by_index[pairs[guest.index]]))
-        elif view.needs(guest) <= left:
+        alike[view.needs(guest), guest.job.part, guest.job.graph is None].append(guest)
+    among = defaultdict(list)
+    for host in places:
+        among[view.needs(host), host.job.part, host.job.graph is None].append(host.index)
+    by_index = {host.index: host for host in places}
+    weights = {}
+    for one, (guest, *_) in alike.items():
+        for other, indices in among.items():
+            pair = by_index[indices[0]], guest
+            if one[0] == other[0] and view.may_share(pair):
+                weights[one, other] = view.slowed_together(pair)[1]
+    taken = set()
+    for guest, place in couples(view, alike, among, weights):
+        taken.add(guest.index)
+        yield Allocation(guest, beside=by_index[place])
+    for guest in sorted(guests, key=lambda run: (not run.running, run.index)):
+        if guest.index not in taken and view.needs(guest) <= left:
             left -= view.needs(guest)
-            answer.append(Allocation(guest))
-    return answer
+            yield Allocation(guest)
+
+
+def couples(
+    view: ClusterView,
+    guests: Mapping[_Kind, Sequence[JobRun]],
+    places: Mapping[_Place, Sequence[int]],
+    weights: Mapping[tuple[_Kind, _Place], float],
+) -> list[tuple[JobRun, int]]:
+    """The pairs of a matching of maximum weight; who is in its place already stays there.
+
+    Args:
+        view: The cluster.
+        guests: Jobs that are alike.
+        places: The indices of hosts that are alike, or one negative number for GPUs that are.
+        weights: Of a guest of a kind in a place of a kind.
+    """
+    flows = best_flows(
+        weights,
+        {kind: len(rows) for kind, rows in guests.items()},
+        {kind: len(rows) for kind, rows in places.items()},
+    )
+    waiting = {kind: list(rows) for kind, rows in guests.items()}
+    free = {kind: list(rows) for kind, rows in places.items()}
+    found = []
+    for stays in (True, False):
+        for one, other in flows:
+            for guest in tuple(waiting[one]):
+                place = _place(view, guest) if stays else free[other][:1]
+                if flows[one, other] and place and place[0] in free[other]:
+                    flows[one, other] -= 1
+                    waiting[one].remove(guest)
+                    free[other].remove(place[0])
+                    found.append((guest, place[0]))
+    return found
+
+
+def _place(view: ClusterView, guest: JobRun) -> list[int]:
+    """The host that it is beside, or the negative share of a GPU that it has for itself."""
+    if not guest.running:
+        return []
+    gpu = guest.grant.gpus[0]
+    first = view.devices.owners[gpu][0]
+    return [first if first != guest.index else -view.devices.fleet.gpus[gpu].share]

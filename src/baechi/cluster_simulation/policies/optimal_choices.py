@@ -1,34 +1,41 @@
 """Choices of the largest sum: pairs of two sides, and how many of something each job gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from baechi.placers.linear_programs import solved
 
+_One = TypeVar("_One", bound=Hashable)
+_Other = TypeVar("_Other", bound=Hashable)
 
-def best_pairs(
-    weights: Mapping[tuple[int, int], float], room: Mapping[int, int] | None = None
-) -> dict[int, int]:
-    """The partners of a matching whose sum of weights is the largest.
 
-    A linear program: of a bipartite graph, its vertices are matchings.
+def best_flows(
+    weights: Mapping[tuple[_One, _Other], float],
+    many: Mapping[_One, int],
+    room: Mapping[_Other, int],
+) -> dict[tuple[_One, _Other], int]:
+    """How many of each pair a matching has whose sum of weights is the largest.
+
+    A linear program, whose vertices are whole, over sets of things that are alike.
 
     Args:
-        weights: Of each pair that may be; the two sides are numbered apart.
-        room: How many partners each of the second side may have; one where absent.
+        weights: Of the pairs that may be.
+        many: How many there are of each of the first side.
+        room: How many there are of each of the second.
     """
-    pairs = [pair for pair, weight in weights.items() if weight > 0]
-    if not pairs:
-        return {}
-    rows = {one: row for row, one in enumerate(dict.fromkeys(one for one, _ in pairs))}
-    others = {other: row for row, other in enumerate(dict.fromkeys(o for _, o in pairs), len(rows))}
+    pairs = [(a, b) for (a, b), weight in weights.items() if weight > 0 and many[a] and room[b]]
+    if len(pairs) < 2:
+        return {(one, other): min(many[one], room[other]) for one, other in pairs}
+    ones = {one: row for row, one in enumerate(dict.fromkeys(one for one, _ in pairs))}
+    others = {other: row for row, other in enumerate(dict.fromkeys(b for _, b in pairs), len(ones))}
     entries = []
     for number, (one, other) in enumerate(pairs):
-        entries += [(rows[one], number, 1.0), (others[other], number, 1.0)]
-    limit = [*[1.0] * len(rows), *(float((room or {}).get(other, 1)) for other in others)]
-    parts = solved([-weights[pair] for pair in pairs], [1.0] * len(pairs), entries, limit)
-    return {one: other for (one, other), part in zip(pairs, parts, strict=True) if part > 0.5}
+        entries += [(ones[one], number, 1.0), (others[other], number, 1.0)]
+    limit = [*(float(many[one]) for one in ones), *(float(room[other]) for other in others)]
+    parts = solved([-weights[p] for p in pairs], [np.inf] * len(pairs), entries, limit)
+    return {pair: round(part) for pair, part in zip(pairs, parts, strict=True) if part > 0.5}
 
 
 def knapsack(values: Sequence[Sequence[float]], room: int) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from baechi.cluster_simulation.fleet import DeviceStates
-from baechi.cluster_simulation.jobs import WHOLE, WORK, Job, JobRun
+from baechi.cluster_simulation.jobs import WHOLE, WORK, JobRun
 
 
 @final
@@ -14,9 +14,10 @@ class Rates:
 
     def __init__(self, devices: DeviceStates) -> None:
         self._empty = devices.emptied()
-        self._known: dict[object, dict[object, tuple[int, int]]] = {}  # by what jobs ask for
-        self._of: dict[int, dict[object, tuple[int, int]]] = {}  # the same, by the job's identity
-        self._taken: dict[object, tuple[int, ...]] = {}
+        self._known: dict[tuple[int, int, str | None], tuple[int, int]] = {}
+        self._taken: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._numbers: dict[object, int] = {}  # of jobs that are alike
+        self._number: dict[int, int] = {}  # of a job, by its index
         gpus = devices.fleet.gpus
         kinds = dict.fromkeys(gpu.kind for gpu in gpus)
         self.kinds = {
@@ -24,26 +25,31 @@ class Rates:
             for kind in kinds
         }
 
-    def of(self, job: Job, size: int, kind: str | None) -> tuple[int, int]:
+    def of(self, run: JobRun, size: int, kind: str | None) -> tuple[int, int]:
         """Work per tick, and the GPUs that it takes; zeros if there is no room."""
-        known = self._of.get(id(job))
-        if known is None:
-            alike = job.shape, job.kinds, job.curve, job.across
-            known = self._of[id(job)] = self._known.setdefault(alike, {})
-        if (size, kind) not in known:
+        asked = self._alike(run), size, kind
+        if asked not in self._known:
             among = None if kind is None else self.kinds[kind]
-            grant = self._empty.place(job, size, among)
+            grant = self._empty.place(run.job, size, among)
             rate = 0 if grant is None else self._empty.rate(grant, joins=True)
-            known[size, kind] = rate, 0 if grant is None else len(grant.gpus)
-        return known[size, kind]
+            self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
+        return self._known[asked]
 
-    def taken(self, job: Job, gpus: tuple[int, ...]) -> tuple[int, ...]:
+    def taken(self, run: JobRun, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some GPUs that it takes; none if there is no room on them."""
-        asked = job.shape, gpus
+        asked = self._alike(run), gpus
         if asked not in self._taken:
-            grant = self._empty.place(job, 0, gpus) if gpus else None
+            grant = self._empty.place(run.job, 0, gpus) if gpus else None
             self._taken[asked] = () if grant is None else grant.gpus
         return self._taken[asked]
+
+    def _alike(self, run: JobRun) -> int:
+        """A number that jobs have in common for which all answers are the same."""
+        if run.index not in self._number:
+            job = run.job
+            asked = job.shape, job.kinds, job.curve, job.across
+            self._number[run.index] = self._numbers.setdefault(asked, len(self._numbers))
+        return self._number[run.index]
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,11 @@ class Predictions:
         `WORK` is the rate that its duration was measured at. A job with a graph under the scheme
         `baechi` has the rate of its placement.
         """
-        return self._rates.of(run.job, gpus, kind)[0]
+        return self._rates.of(run, gpus, kind)[0]
 
     def needs(self, run: JobRun, kind: str | None = None) -> int:
         """The GPUs that a job takes: fewer than it asks for where its graph fits on fewer."""
-        return self._rates.of(run.job, 0, kind)[1]
+        return self._rates.of(run, 0, kind)[1]
 
     def most(self, run: JobRun) -> int:
         """The most GPUs that a policy may give it."""
@@ -121,7 +127,7 @@ class Predictions:
 
     def taken(self, run: JobRun, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some GPUs without jobs that the scheme takes; none if there is no room."""
-        return self._rates.taken(run.job, gpus)
+        return self._rates.taken(run, gpus)
 
     def may_share(self, runs: Sequence[JobRun]) -> bool:
         """True if the sharing lets all be on one GPU, memory included where it is modeled."""
