@@ -46,21 +46,20 @@ class Miger(AllocatingPolicy):
         left = Counter(gpu.share for gpu in gpus)
         runs = sorted(view.runs, key=lambda r: (r.job.priority < 0, not r.running, r.index))
         hosts: dict[int, JobRun] = {}
-        alike: dict[object, list[JobRun]] = defaultdict(list)
-        among: dict[tuple[int, object], list[int]] = defaultdict(list)
+        alike: dict[int, list[JobRun]] = defaultdict(list)
+        among: dict[tuple[int, int], list[int]] = defaultdict(list)
         answer = []
         for run in runs:
-            kind = run.job.part, run.job.graph is None
             if run.job.priority < 0 and view.needs(run) == 1:
-                alike[kind].append(run)
+                alike[view.alike(run)].append(run)
             elif taken := _smallest(view, run, slices, left):
                 left.subtract(gpus[gpu].share for gpu in taken[: view.needs(run)])
                 answer.append(Allocation(run, among=taken))
                 if run.job.priority >= 0 and view.needs(run) == 1:
                     hosts[run.index] = run
-                    among[gpus[taken[0]].share, kind].append(run.index)
+                    among[gpus[taken[0]].share, view.alike(run)].append(run.index)
         # A slice goes by its negative share, so that hosts and slices are not mixed up.
-        among.update({(share, None): [-share] * max(0, left[share]) for share in slices})
+        among.update({(share, -1): [-share] * max(0, left[share]) for share in slices})
         weights = {
             (one, place): throughput
             for one, (guest, *_) in alike.items()

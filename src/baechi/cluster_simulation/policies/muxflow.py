@@ -74,16 +74,16 @@ def _matched(
             yield Allocation(run)
     alike = defaultdict(list)
     for guest in guests:
-        alike[view.needs(guest), guest.job.part, guest.job.graph is None].append(guest)
+        alike[view.alike(guest)].append(guest)
     among = defaultdict(list)
     for host in places:
-        among[view.needs(host), host.job.part, host.job.graph is None].append(host.index)
+        among[view.alike(host)].append(host.index)
     by_index = {host.index: host for host in places}
     weights = {}
     for one, (guest, *_) in alike.items():
         for other, indices in among.items():
             pair = by_index[indices[0]], guest
-            if one[0] == other[0] and view.may_share(pair):
+            if view.needs(pair[0]) == view.needs(guest) and view.may_share(pair):
                 weights[one, other] = view.slowed_together(pair)[1]
     taken = set()
     for guest, place in couples(view, alike, among, weights):

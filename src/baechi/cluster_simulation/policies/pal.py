@@ -16,7 +16,7 @@ GPUs is taken. Jobs are in order of arrival, which the paper leaves to another p
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final, final
 
@@ -27,9 +27,11 @@ from baechi.cluster_simulation.policies.allocation import Allocation, ClusterVie
 _ROUND: Final = 300
 
 
-def speeds(fleet: Fleet, job: Job, among: Iterable[int]) -> dict[int, int]:
+def speeds(fleet: Fleet, job: Job, among: Sequence[int]) -> dict[int, int]:
     """How fast a job is on some GPUs, in millionths."""
-    return {g: fleet.gpus[g].speed * job.speed_on(fleet.gpus[g].kind) for g in among}
+    gpus = fleet.gpus
+    on_kind = {kind: job.speed_on(kind) for kind in {gpus[gpu].kind for gpu in among}}
+    return {gpu: gpus[gpu].speed * on_kind[gpus[gpu].kind] for gpu in among}
 
 
 def least_slowed(
@@ -73,6 +75,7 @@ class Pal(RoundPolicy):
 
     def __init__(self, ticks: int = _ROUND) -> None:
         super().__init__(ticks)
+        self._spread: dict[object, float] = {}  # the fastest GPU over the slowest, by class
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """All jobs before the cut, placed anew."""
@@ -91,8 +94,10 @@ class Pal(RoundPolicy):
             left -= view.needs(run)
             if left < 0:
                 break
-            every = speeds(fleet, run.job, range(view.total)).values()
-            first.append((-max(every) / min(every), run.index, run))
+            if run.job.kinds not in self._spread:
+                every = speeds(fleet, run.job, range(view.total)).values()
+                self._spread[run.job.kinds] = max(every) / min(every)
+            first.append((-self._spread[run.job.kinds], run.index, run))
         free, answer = list(gpus), []
         for _, _, run in sorted(first):
             roomy = [gpu for gpu in free if view.has_memory(run, gpu)]

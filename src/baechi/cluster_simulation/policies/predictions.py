@@ -19,6 +19,7 @@ class Rates:
         self._numbers: dict[object, int] = {}  # of jobs that are alike
         self._number: dict[int, int] = {}  # of a job, by its index
         gpus = devices.fleet.gpus
+        self.least_bytes = min((gpu.free_bytes for gpu in gpus if gpu.free_bytes), default=0)
         kinds = dict.fromkeys(gpu.kind for gpu in gpus)
         self.kinds = {
             kind: tuple(index for index, gpu in enumerate(gpus) if gpu.kind == kind)
@@ -27,7 +28,7 @@ class Rates:
 
     def of(self, run: JobRun, size: int, kind: str | None) -> tuple[int, int]:
         """Work per tick, and the GPUs that it takes; zeros if there is no room."""
-        asked = self._alike(run), size, kind
+        asked = self.alike(run), size, kind
         if asked not in self._known:
             among = None if kind is None else self.kinds[kind]
             grant = self._empty.place(run.job, size, among)
@@ -37,13 +38,13 @@ class Rates:
 
     def taken(self, run: JobRun, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some GPUs that it takes; none if there is no room on them."""
-        asked = self._alike(run), gpus
+        asked = self.alike(run), gpus
         if asked not in self._taken:
             grant = self._empty.place(run.job, 0, gpus) if gpus else None
             self._taken[asked] = () if grant is None else grant.gpus
         return self._taken[asked]
 
-    def _alike(self, run: JobRun) -> int:
+    def alike(self, run: JobRun) -> int:
         """A number that jobs have in common for which all answers are the same."""
         if run.index not in self._number:
             job = run.job
@@ -109,6 +110,10 @@ class Predictions:
         rate = self.rate(run, gpus, kind)
         return run.remaining(self.now) * WORK / rate if rate else float("inf")
 
+    def alike(self, run: JobRun) -> int:
+        """A number that jobs have in common that do the same wherever they are."""
+        return self._rates.alike(run)
+
     def rates_on_kinds(self, run: JobRun) -> list[int]:
         """Predicted work per tick on every kind."""
         return [self.rate(run, kind=kind) for kind in self.kinds]
@@ -133,7 +138,7 @@ class Predictions:
         """True if the sharing lets all be on one GPU, memory included where it is modeled."""
         parts = [run.job.part for run in runs]
         sharing = self.devices.sharing
-        room = min((gpu.free_bytes for gpu in self.devices.fleet.gpus if gpu.free_bytes), default=0)
+        room = self._rates.least_bytes
         fits = not room or sum(part.memory_bytes for part in parts) <= room
         whole = all(run.job.graph is None for run in runs)
         return (
