@@ -1,8 +1,8 @@
 """Jobs with a deadline, in the order in which they must start to meet it: Clockwork.
 
 The rule (Gujarati et al., "Serving DNNs like Clockwork: Performance Predictability from the Bottom
-Up", OSDI'20, section 5.3): how long a request will take is known. It must have started by its
-deadline less that time, and requests are taken in the order of these times, one at a time on a GPU.
+Up", OSDI'20): how long a request will take is known. It must have started by its deadline less
+that time, and requests are taken in the order of these times, one at a time on a GPU.
 An action is not sent where it would come too late, and a request that no GPU can finish in time any
 more is rejected, so that it does not make others late.
 
@@ -45,11 +45,15 @@ class Clockwork(AllocatingPolicy):
         }
         for run in waiting:
             self._alone.setdefault(run.index, min(*times[run.index], view.time_left(run)))
-        hopeful = [run for run in waiting if view.now <= self._latest(run)]
-        hopeful.sort(key=lambda run: (self._latest(run), run.index))
-        late = [run for run in waiting if run not in hopeful]
-        for run in (*hopeful, *late):
-            due = self._latest(run) + self._alone[run.index] if run in hopeful else float("inf")
+        latest = {run.index: self._latest(run) for run in waiting}
+        late = {index for index, time in latest.items() if time < view.now}
+        waiting.sort(
+            key=lambda r: (r.index in late, r.index not in late and latest[r.index], r.index)
+        )
+        for run in waiting:
+            due = latest[run.index] + self._alone[run.index]
+            if run.index in late:
+                due = float("inf")
             for time, (place, kind) in sorted(
                 zip(times[run.index], enumerate(view.kinds), strict=True)
             ):

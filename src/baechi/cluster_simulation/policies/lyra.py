@@ -1,11 +1,11 @@
 """Idle servers of an inference cluster on loan to training jobs that can shrink: Lyra.
 
-The rule (Li et al., "Lyra: Elastic Scheduling for Deep Learning Clusters", EuroSys'23, sections 4
-and 5): training jobs may run on servers that inference does not need, which takes them back when
-its load rises. Servers are reclaimed one by one, each time the one whose preemption cost is least:
-the sum, over the jobs on it, of 1 over the number of servers that a job is on. A job on a reclaimed
-server is preempted, which makes its other servers cheaper. Who can give up just the workers there
-costs nothing. Training jobs start with their least size, the shortest first; what is left is given
+The rule (Li et al., "Lyra: Elastic Scheduling for Deep Learning Clusters", EuroSys'23): training
+jobs may run on servers that inference does not need, which takes them back when its load rises.
+Servers are reclaimed one by one, each time the one whose preemption cost is least: the sum, over
+the jobs on it, of 1 over the number of servers that a job is on. A job on a reclaimed server is
+preempted, which makes its other servers cheaper. Who can give up just the workers there costs
+nothing. Training jobs start with their least size, the shortest first; what is left is given
 out by a multiple-choice knapsack, whose items are more workers for a job and whose value is by how
 much they shorten it.
 
@@ -84,18 +84,20 @@ def _placed(
     free = tuple(gpu for gpu in range(view.total) if gpu not in held)
     parts = {lent: tuple(gpu for gpu in free if (gpu in inside) == lent) for lent in (True, False)}
     left = {lent: len(gpus) for lent, gpus in parts.items()}
-    stays = [run for run in runs if run.running and run.asked == sizes[run.index]]
-    stays = [run for run in stays if held.isdisjoint(run.grant.gpus)]
-    for run in stays:
-        for gpu in run.grant.gpus:
-            left[gpu in inside] -= 1
-    answer = [Allocation(run, sizes[run.index], run.grant.gpus) for run in stays]
+    answer, moves = [], []
     for run in runs:
-        if run not in stays:
-            size, lent = sizes[run.index], view.most(run) > view.least(run)
-            near = size <= left[lent] and view.fits(run, parts[lent])
-            left[lent] = max(0, left[lent] - size)
-            answer.append(Allocation(run, size, parts[lent] if near else free))
+        same = run.running and run.asked == sizes[run.index]
+        if same and held.isdisjoint(run.grant.gpus):
+            answer.append(Allocation(run, sizes[run.index], run.grant.gpus))
+            for gpu in run.grant.gpus:
+                left[gpu in inside] -= 1
+        else:
+            moves.append(run)
+    for run in moves:
+        size, lent = sizes[run.index], view.most(run) > view.least(run)
+        near = size <= left[lent] and view.fits(run, parts[lent])
+        left[lent] = max(0, left[lent] - size)
+        answer.append(Allocation(run, size, parts[lent] if near else free))
     return answer
 
 

@@ -1,7 +1,7 @@
 """GPUs that slow a job down least, weighed against being near to each other: PAL.
 
 The rule (Jain et al., "PAL: A Variability-Aware Policy for Scheduling ML Workloads in GPU
-Clusters", SC'24, section III, and its published code): GPUs of one model differ in speed, and jobs
+Clusters", SC'24, and its published code): GPUs of one model differ in speed, and jobs
 feel that more or less, by their class. In every round the queue is cut where the cluster is full,
 and the jobs before the cut are placed anew, the most sensitive class first. A job of one GPU, or of
 more than a node has, takes the fastest GPUs for its class (PM-First), of equal ones those on a node
