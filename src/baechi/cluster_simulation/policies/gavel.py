@@ -8,8 +8,8 @@ Workloads", OSDI'20, sections 3 to 5), over effective throughputs (`throughput_p
     finish-time        min max  (time since arrival_j + remaining steps_j / throughput_j)
     fairness                    / time alone on an equal part_j
 
-All are `max t` where throughput_j >= t need_j; the third is quasi-convex and found by halving an
-interval. With packing, a column is a pair of jobs on a kind, too, and a job's throughput the sum
+All are `max t` where throughput_j >= t need_j; the third is a fraction and found from above by
+Dinkelbach. With packing, a column is a pair of jobs on a kind, too, and a job's throughput the sum
 over its columns. X is then approached in rounds of 360 s (section 5, Algorithm 1): a column's
 priority is X over the part of the time that it had; GPUs go to the highest, each job once.
 

@@ -15,7 +15,7 @@ import numpy as np
 from baechi.placers.linear_programs import solved
 
 _TIE: Final = 1e-5  # what all throughput together counts, beside the smallest
-_HALVINGS: Final = 40
+_STEPS: Final = 40
 
 
 @final
@@ -75,28 +75,23 @@ def finish_time_fair(
 ) -> list[float]:
     """The parts for which max (since_j + steps_j / throughput_j) / alone_j is the least."""
 
-    def reached(rho: float) -> tuple[bool, list[float]]:
-        """Whether all finish within `rho` of their time alone, and the parts that are closest."""
+    def best_within(rho: float) -> tuple[float, list[float]]:
+        """What is reached by the parts for which all are farthest from `rho` of their time."""
         needs = [s / (rho * a - t) for t, s, a in zip(since, steps, alone, strict=True)]
         parts = max_min(columns, needs, gpus)
         got = throughputs(columns, parts, len(steps))
-        return all(g >= n * (1 - 1e-7) for g, n in zip(got, needs, strict=True)), parts
+        return max(
+            (t + s / g) / a for t, s, a, g in zip(since, steps, alone, got, strict=True)
+        ), parts
 
-    low = max(t / a for t, a in zip(since, alone, strict=True))
-    high = 2 * low + 1.0
-    while not (answer := reached(high))[0]:
-        low, high = high, 2 * high
-    best = answer[1]
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        holds, parts = reached(middle)
-        if holds:
-            high, best = middle, parts
-        else:
-            low = middle
-        if high - low <= 1e-6 * high:
+    # From above, as Dinkelbach does for fractions; the first is beyond what anybody needs.
+    rho, parts = best_within(2 * max(t / a for t, a in zip(since, alone, strict=True)) + 1.0)
+    for _ in range(_STEPS):
+        nearer, better = best_within(rho)
+        if nearer >= rho * (1 - 1e-6):
             break
-    return best
+        rho, parts = nearer, better
+    return parts
 
 
 def equal_parts(rates: Sequence[Sequence[float]], gpus: Sequence[int]) -> list[float]:
