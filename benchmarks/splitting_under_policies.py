@@ -11,16 +11,15 @@ no guarantee. A restart costs ten seconds. Every policy runs three times:
 - split: the same, but a model is split anew over what is left, where it fits no single GPU.
 
 Policies that put two jobs on a GPU do so in all three. Those that choose sizes have a choice in the
-third only: without splitting, a model runs on as many GPUs as its user asks for. Muri is left out,
-as it interleaves stages, which these models do not have.
+third only: without splitting, a model runs on as many GPUs as its user asks for. Three are left
+out: `muri-s` and `muri-l` interleave stages, which these models do not have, and `miger` chooses
+among slices, which these GPUs do not have.
 """
 
 import argparse
 import csv
 import json
-import os
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -62,9 +61,9 @@ LOADS: Final = {"light": 0.3, "at capacity": 0.9, "over": 1.2}
 ARMS: Final = ("whole", "parts", "split")
 RESTART_S: Final = 10
 OWNERS: Final = 4
-LEFT_OUT: Final = ("muri-s", "muri-l")
+LEFT_OUT: Final = ("muri-s", "muri-l", "miger")
 # They choose how many GPUs a job has; a user's own split is for as many as the user asks for.
-SIZES: Final = ("optimus", "pollux", "elastic-srjf")
+SIZES: Final = ("optimus", "pollux", "elastic-srjf", "lyra")
 
 
 @final
@@ -271,7 +270,6 @@ def main() -> None:
         [
             f"$ python3 -m benchmarks.splitting_under_policies {' '.join(sys.argv[1:])}",
             json.dumps(environment()),
-            f"{time.process_time():.0f} s of processor time, load average {os.getloadavg()[0]:.1f}",
             f"{len({row.seed for row in rows})} seeds, {options.jobs} jobs each; mean over seeds",
             "and half its 95 % interval; changes are seed by seed.",
             f"refused: {sum(row.refused for row in rows)}",
