@@ -239,14 +239,14 @@ def svg(rows: Sequence[Row], policies: Sequence[str]) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{y}" text-anchor="end">{escape(policy)}</text>')
     for panel, (load, value) in enumerate(LOADS.items()):
         left = _LEFT + panel * (_WIDE + _GAP)
-        low, top = -100.0, 100.0
+        low, top = -100.0, 75.0
 
         def x(percent: float, left: int = left, low: float = low, top: float = top) -> float:
             return left + _WIDE * (min(top, max(low, percent)) - low) / (top - low)
 
         bottom = _TOP + _LINE * len(order) + 6
         parts.append(f'<text x="{left}" y="{_TOP - 12}">{escape(load)}, load {value:g}</text>')
-        for tick in (-100, -50, 0, 50, 100):
+        for tick in (-100, -50, 0, 50):
             color = "#666" if not tick else "#ddd"
             parts.append(f'<path d="M{x(tick):.1f} {_TOP}V{bottom}" stroke="{color}"/>')
             parts.append(
