@@ -308,7 +308,7 @@ def gpus_are_the_loop(ranks: Ranks) -> None:
     assert ranks.device.type == "cuda"
     for seed, dropout in ((0, 0.0), (1, 0.5)):
         model, plain = twins(dropout=dropout)
-        placed = place(model, ranks, seed, microbatches=4)
+        placed = place(model, ranks, seed, microbatches=4, costs="measure")
         plain.to(ranks.device)
         torch.manual_seed(5)
         found = placed.step(X, targets=T, loss=criterion)

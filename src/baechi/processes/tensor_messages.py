@@ -81,11 +81,13 @@ def _parts(message: Message) -> list[memoryview]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory on the CPU, flat; dense if there are gaps in it."""
+    """A tensor's memory on the CPU, flat; dense if there are gaps in it. A GPU's is pinned."""
     part = once(tensor)
     span = extent(part)
     flat = part.as_strided((span,), (1,)) if span <= part.numel() else part.contiguous().view(-1)
-    return flat.cpu()
+    if not flat.is_cuda:
+        return flat.cpu()
+    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)
 
 
 def receive(
@@ -156,9 +158,9 @@ def _received(
     shape = tuple(1 if step == 0 else n for n, step in zip(sizes, strides, strict=True))
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     count = min(prod(shape), span)
-    flat = torch.empty(count, dtype=dtype)
+    flat = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
     edge.receive(bytes_of(flat))
-    flat = flat.to(device)
+    flat = flat.to(device, non_blocking=True)
     if count == span:
         return flat.as_strided(sizes, strides)
     room = torch.empty(span, dtype=dtype, device=device)

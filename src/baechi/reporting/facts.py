@@ -296,7 +296,7 @@ def comparison(plan: Plan) -> list[Table]:
     """
     measured = plan.measured
     if measured is None:
-        return [_rank_table(plan)] if plan.ran else []
+        return [_rank_table(plan)] if any(plan.ran) else []
     pairs: list[tuple[str, Callable[[int], str], int, int]] = [
         ("step", format_ns, plan.schedule.makespan_ns, measured.step_ns)
     ]

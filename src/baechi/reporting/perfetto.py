@@ -56,7 +56,7 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
     lanes: list[dict[int, str]] = [{_COMPUTE: "compute"} for _ in plan.cluster.devices]
     for lane in lanes if plan.turns else ():
         lane[_TURN] = "turns"
-    for lane in lanes if plan.ran else ():
+    for lane in lanes if any(plan.ran) else ():
         lane[_RAN] = "measured"
     for transfer, send, receive in zip(plan.schedule.transfers, sends, receives, strict=True):
         lanes[transfer.src][_SEND + send] = f"send {send + 1}" if send else "send"
