@@ -48,4 +48,5 @@ STEPS: Final = (
     _step("ecosystem", "ecosystem", 45, "generate, and transformers' Trainer, on a placed model"),
     _step("compile", "compiled", 90, "compiled segments give the values, and compile once"),
     _step("several", "several", 60, "links, contexts and values of several GPUs"),
+    _step("ranks", "tests", 120, "two processes, on two GPUs or on one, give the loop's values"),
 )
