@@ -198,7 +198,7 @@ def place(
         refuse_for_ranks(others)
         if weights is None:
             refuse_meta(model)
-    cluster = with_kinds(world.cluster if world is not None else probe(devices))
+    cluster = world.cluster if world is not None else with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = list(
         world.places if world is not None else (torch_device(row.name) for row in cluster.devices)
