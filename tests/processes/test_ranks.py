@@ -163,8 +163,9 @@ def test_replicas_have_the_mean_of_their_gradients(n: int, tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-def test_two_ranks_on_gpus(tmp_path: Path) -> None:
-    assert outcome(2, tmp_path, "gpus_are_the_loop") == {"gpus_are_the_loop": ["", ""]}
+@pytest.mark.parametrize("name", ["gpus_are_the_loop", "replicas_have_the_mean"])
+def test_two_ranks_on_gpus(name: str, tmp_path: Path) -> None:
+    assert outcome(2, tmp_path, name) == {name: ["", ""]}
 
 
 @pytest.mark.slow

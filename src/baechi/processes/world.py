@@ -102,7 +102,8 @@ class Ranks:
         alike = [list(range(rank, self._all, self.size)) for rank in range(self.size)]
         self._alike: Any = None
         for rank, row in enumerate(alike if replicas > 1 else []):
-            group = distributed.new_group(row, timeout=_FOREVER)
+            # Two ranks may share a GPU, which NCCL refuses; gloo takes what GPUs have, too.
+            group = distributed.new_group(row, backend="gloo", timeout=_FOREVER)
             self._alike = group if rank == self.rank else self._alike
         self.reserve(0)
 
