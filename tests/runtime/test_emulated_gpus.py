@@ -642,3 +642,38 @@ def test_micro_batches_give_the_loop_and_hold_no_more_than_predicted(
     torch.testing.assert_close(found.cpu(), total.detach(), **TOLERANCES)
     for own, other in zip(placed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad.cpu(), other.grad, **TOLERANCES)
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS])
+def test_memory_of_a_step_does_not_grow_with_its_micro_batches(devices: list[str]) -> None:
+    """What arrives goes with its last reader, so four times as many hold no more on any GPU."""
+    peaks, plain = [], Skips()
+    for n in (4, 16):
+        x, t = torch.randn(256 * n, 16), torch.randn(256 * n, 16)
+        mine, wanted = x.to("cuda:0"), t.to("cuda:0")
+        gc.collect()
+        before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+        placed = baechi.place(
+            copy.deepcopy(plain),
+            devices,
+            microbatches=n,
+            placer=baechi.RandomPlacer(1),
+            progress=False,
+        )
+        for number in range(3):
+            placed.zero_grad()
+            if number == 2:
+                for gpu in GPUS:
+                    torch.cuda.synchronize(gpu)
+                    torch.cuda.reset_peak_memory_stats(gpu)
+            placed.step(mine, targets=wanted, loss=square)
+        seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+        seen = [peak - base for peak, base in zip(seen, before, strict=True)]
+        said = placed.rhythm.peak_bytes
+        assert all(mine <= own for mine, own in zip(seen, said, strict=True))
+        assert len(placed.rhythm.turns) >= 8 * n  # it is cut in many parts
+        peaks.append((seen, said))
+        del placed
+    (few, fewer_said), (many, more_said) = peaks
+    assert all(b <= 1.1 * a for a, b in zip(few, many, strict=True))
+    assert all(b <= 1.02 * a for a, b in zip(fewer_said, more_said, strict=True))
