@@ -55,7 +55,7 @@ class Workload:
     Attributes:
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
-        backward_reused_bytes: What of its backward's gradients takes the room of what it kept.
+        backward_reused_bytes: What of its backward's gradients takes room of what it kept or got.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -122,7 +122,6 @@ def estimate(
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
-            backward_reused_bytes=min(costs[op.key].backward_reused_bytes, op.saved_bytes),
             backward_workspace_bytes=held.with_own(costs[op.key].backward_workspace_bytes or 0),
         )
         for op, output_bytes, held in zip(

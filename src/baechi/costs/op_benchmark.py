@@ -427,7 +427,7 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
         workspace_bytes=forward_bytes,
         backward_workspace_bytes=scratch_bytes,
         inference_workspace_bytes=inference_bytes,
-        backward_reused_bytes=min(reused_bytes, saved_bytes),
+        backward_reused_bytes=reused_bytes,
     )
 
 

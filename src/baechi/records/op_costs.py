@@ -20,8 +20,8 @@ class OpCost:
             outputs are tensors of the graph and not counted here.
         workspace_bytes: Scratch memory of its forward.
         backward_workspace_bytes: Scratch memory of its backward; `None`: as much as the forward's.
-        backward_reused_bytes: Bytes of gradients that reuse the memory of saved tensors, which are
-            freed gradually while the backward runs.
+        backward_reused_bytes: Bytes of gradients that reuse the memory of saved tensors and of
+            gradients that came, which are freed gradually while the backward runs.
         forward_spread_ns: Uncertainty of `forward_ns`: the gap to the next lowest measured pass.
             Equal to `forward_ns` where no other pass confirms it, 0 where computed.
         backward_spread_ns: The same for its backward.

@@ -252,14 +252,15 @@ def _ops(
             shared = ops[own].shared_bytes
             workspace = (costs[own].backward_workspace_bytes or 0) + shared
             workspace += min(shared, largest.get(own, shared))
-            # At its end what came has gone, and a gradient of it is added to another reader's.
-            workspace = max(workspace, added.get(own, 0) - came[index])
             late_bytes = late.get(own, 0)
             made = sent[index] + late_bytes
-            reused = min(costs[own].backward_reused_bytes, made)
+            freed = came[index] + costs[own].saved_bytes
+            reused = min(costs[own].backward_reused_bytes, made, freed)
+            # At its end what came has gone, and a gradient of it is added to another reader's.
+            workspace = max(workspace, added.get(own, 0) - came[index] + reused)
             if own in gathered:  # first what came is added up; with no kernel the sum is handed on
-                workspace = max(workspace, gathered[own] - made)
                 reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
+                workspace = max(workspace, gathered[own] - made + reused)
         elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
             rows = (t for t in traced.tensors if t.scalar and t.kept and t.differentiable)
             persistent = max((t.nbytes for t in rows), default=0)
