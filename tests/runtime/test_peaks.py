@@ -351,3 +351,39 @@ def test_a_sum_sends_back_a_view_of_its_gradient(given: dict[str, bool], n: int)
     assert min(rows) >= 0
     if n == 1 and not given:
         assert rows[0] <= 0.005
+
+
+class Shared(nn.Module):
+    """A norm of three inputs, whose averages are written by each: one operator of three kernels."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.norm = nn.BatchNorm1d(64)
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = (self.norm(layer(x)) for layer in self.layers)
+        if not self.twice:
+            return (one.tanh() * two.tanh() * three.tanh()).mean()
+        return (
+            torch.cat([one.tanh(), two.tanh(), three.tanh()]).square().mean() + (one * two).mean()
+        )
+
+
+def test_what_came_makes_room_for_what_an_operator_sends() -> None:
+    model, x = Shared(twice=False), torch.randn(256, 64)
+    traced = baechi.trace(model, (x,))
+    for profile in (
+        baechi.estimate(traced, "cpu"),
+        baechi.profile(traced, "cpu", threads=1, progress=False, cache=False),
+    ):
+        (norm,) = (op for op in traced.graph(profile).ops if op.name == "backward:norm/batch_norm")
+        assert norm.reused_bytes == 2 * x.nbytes
+    rows = errors(model, (x,), 1, 1)
+    assert 0 <= min(rows) <= max(rows) <= 0.01
+
+
+def test_results_of_one_operator_cross_once_each() -> None:
+    rows = errors(Shared(twice=True), (torch.randn(256, 64),), 2, 3)
+    assert min(rows) >= 0

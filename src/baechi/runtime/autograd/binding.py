@@ -213,7 +213,11 @@ class _Binder:
         return node in self._returned or any(self._layout.tape(user) != tape for user in users)
 
     def _carrier(self, node: fx.Node, reader: fx.Node) -> int:
-        """The tensor of the program that brings a node's value to one that reads it."""
+        """The tensor of the program that brings a node's value to one that reads it.
+
+        Of several results of an operator it is the one that all readers of the node read, and
+        fewest others, so that no device gets a value twice.
+        """
         ends = self._layout.op_of[node], self._layout.op_of[reader]
         tensors = self._layout.between.get(ends)
         if not tensors:
@@ -222,7 +226,11 @@ class _Binder:
                 f"the graph has no tensor from {names[ends[0]]!r} to {names[ends[1]]!r}, which "
                 "reads its result; it is not the graph of this model. Trace it again."
             )
-        return tensors[0]
+        if len(tensors) == 1:
+            return tensors[0]
+        readers = {self._layout.op_of[user] for user in self._layout.users(node)} - {ends[0]}
+        others = {t: {*self._layout.structure.tensors[t].consumers} for t in tensors}
+        return min(tensors, key=lambda t: (len(readers - others[t]), len(others[t])))
 
     def _slot(self, node: fx.Node, tensor: int, device: int) -> int:
         return self._slots.setdefault((node, tensor, device), len(self._slots))
