@@ -677,3 +677,25 @@ def test_memory_of_a_step_does_not_grow_with_its_micro_batches(devices: list[str
     (few, fewer_said), (many, more_said) = peaks
     assert all(b <= 1.1 * a for a, b in zip(few, many, strict=True))
     assert all(b <= 1.02 * a for a, b in zip(fewer_said, more_said, strict=True))
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS])
+def test_a_copy_takes_no_memory_that_an_earlier_micro_batch_still_reads(
+    devices: list[str],
+) -> None:
+    """One GPU sends all micro-batches, and waits for none that the other has to read."""
+    plain, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), torch.randn(512, 16)
+    pins = {"0/linear": devices[0], "2/linear_2": devices[0], "3/linear_3": devices[1]}
+    half = baechi.Constraints(pins=pins | {"5/linear_5": devices[1]})
+    placed = baechi.place(
+        copy.deepcopy(plain),
+        devices,
+        microbatches=32,
+        training=False,
+        constraints=half,
+        progress=False,
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(placed(x.to("cuda:0")).cpu(), plain(x), **TOLERANCES)
+    assert set(placed._current.placement.devices) == {0, 1}
