@@ -17,7 +17,7 @@ from published import FOLDER, published
 from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide
 from baechi.cluster_simulation.placement_schemes import BestFit
-from baechi.cluster_simulation.policies import policy_named
+from baechi.cluster_simulation.policies import policy_named, throughput_programs
 from baechi.cluster_simulation.policies.allox import matched
 from baechi.cluster_simulation.policies.throughput_programs import (
     Column,
@@ -250,3 +250,28 @@ def test_a_job_wider_than_every_kind_runs_all_the_same(policy):
     jobs = [Job("narrow", 1, 0, 100), Job("wide", 3, 0, 100), Job("late", 1, 5, 100)]
     rows = run(jobs, fleet(a=2, b=2), policy)
     assert len(rows) == 3
+
+
+def test_finish_time_fairness_is_the_least_in_few_programs(monkeypatch):
+    calls = []
+
+    def counted(*asked):
+        calls.append(asked)
+        return max_min(*asked)
+
+    monkeypatch.setattr(throughput_programs, "max_min", counted)
+    for seed in range(5):
+        draw = Random(seed)
+        jobs = range(12)
+        columns = [Column((j,), k, (draw.uniform(0.5, 2),), 1) for j in jobs for k in (0, 1)]
+        since, alone = ([draw.uniform(low, 9) for _ in jobs] for low in (0, 3))
+        steps = [draw.uniform(1, 9) for _ in jobs]
+        calls.clear()
+        parts = finish_time_fair(columns, since, steps, alone, [3, 2])
+        assert len(calls) <= 18  # halving takes 20 and more
+        got = throughputs(columns, parts, len(jobs))
+        rho = max((t + s / g) / a for t, s, g, a in zip(since, steps, got, alone, strict=True))
+        # Within a little less not all can finish.
+        needs = [s / (rho * 0.9999 * a - t) for t, s, a in zip(since, steps, alone, strict=True)]
+        best = throughputs(columns, max_min(columns, needs, [3, 2]), len(jobs))
+        assert min(g / n for g, n in zip(best, needs, strict=True)) < 1
