@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
+from baechi.processes.agreement import trace_of_all
 from baechi.processes.world import Ranks
 from baechi.runtime.autograd.tape import TapeCode
 
@@ -400,6 +401,21 @@ def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
         with pytest.raises(baechi.BaechiError, match=text):
             place(Tied(), ranks, placer="auto", example_args=(X,), **options)
     ranks.cluster = usual
+
+
+@check
+def what_cannot_be_traced_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
+    """Even where the error is none of Baechi's; then all go on."""
+
+    def trace() -> Any:
+        if ranks.rank == ranks.size - 1:
+            raise RuntimeError("no room")
+        return (), None
+
+    last = ranks.rank == ranks.size - 1
+    text = "no room" if last else f"rank {ranks.size - 1} cannot plan this call: no room"
+    with pytest.raises(RuntimeError if last else baechi.InputError, match=text):
+        trace_of_all(ranks, trace)
 
 
 def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> None:

@@ -8,7 +8,7 @@ checkpoint of `torch.distributed.checkpoint` is that of the whole model, for any
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def clip_grad_norm_(
     for rank in range(ranks.size):
         (found, *values), _ = ranks.share(rank, [numbers, *norms])
         assert found is not None
-        rows += zip(found.tolist(), _present(values), strict=True)
+        rows += zip(found.tolist(), (value for value in values if value is not None), strict=True)
     if not rows:
         return torch.tensor(0.0)
     rows.sort(key=lambda row: row[0])
@@ -113,7 +113,3 @@ def clip_grad_norm_(
         )
     nn.utils.clip_grads_with_norm_(mine, max_norm, total)
     return total
-
-
-def _present(values: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [value for value in values if value is not None]
