@@ -28,7 +28,7 @@ _CHOICES: Final = {
     ),
     "expandable": ([_GPU], f"cuda_graphs and ({_MODELS}) or capture_that_fails", "towers"),
     "several": ([_GPU], _MODELS, "towers"),
-    "ranks": (["tests/processes/test_ranks.py"], "", ""),
+    "ranks": (["tests/processes/test_ranks.py"], "", "gpus_are"),
 }
 
 
