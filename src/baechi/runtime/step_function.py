@@ -225,7 +225,7 @@ class Plan:
         for device, slots in leaves.spread:
             with step.counting(device):
                 step.grads[slots[0]] = step.taken(slots)
-        return tuple(_averaged(self.executor, [step.grads[slot] for slot in leaves.slots]))
+        return tuple(_averaged(self.executor, tuple(map(step.grads.__getitem__, leaves.slots))))
 
 
 class LeavesFunction(torch.autograd.Function):

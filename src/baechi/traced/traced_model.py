@@ -256,8 +256,9 @@ def _ops(
             made = sent[index] + late_bytes
             freed = came[index] + costs[own].saved_bytes
             reused = min(costs[own].backward_reused_bytes, made, freed)
-            # At its end what came has gone, and a gradient of it is added to another reader's.
-            workspace = max(workspace, added.get(own, 0) - came[index] + reused)
+            # At its end what came and was kept has gone, and a gradient of it is added to another
+            # reader's.
+            workspace = max(workspace, added.get(own, 0) - freed + reused)
             if own in gathered:  # first what came is added up; with no kernel the sum is handed on
                 reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
                 workspace = max(workspace, gathered[own] - made + reused)

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from absent import build_absent
-
 
 def _torch() -> tuple[Path, dict[str, Any]]:
     """Its folder and versions: it loads only with the libraries that are built here."""
@@ -67,6 +65,8 @@ def _build(library: Path, sources: Sequence[str], *options: str) -> Path:
 
 def main() -> None:
     """Build, and become the command."""
+    from absent import build_absent  # found where this is run as a script
+
     cuda = VERSIONS["cuda"]
     if cuda is None:
         sys.exit(f"torch {VERSIONS['__version__']} is a build without CUDA; install one with CUDA.")
