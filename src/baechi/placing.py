@@ -155,7 +155,7 @@ def place(
         microbatches: Number of micro-batches into which every call is cut, so that devices work on
             several at once (docs/pipelining.md). `"auto"`: that with the shortest predicted step,
             of divisors of the first call's batch; each is traced and costed. Where the example
-            returns its own loss, `step` is planned for it. `verify`, `guard`, `compile`,
+            returns its own loss, `step` is planned for it. `verify`, `guard`,
             `cuda_graphs` and `dynamic` do nothing then, or are refused.
         batch: Their dimension in the arguments that have one, by name, such as `{"x": 1}`; by
             default the first one of all tensors that are as long as the first.
@@ -189,7 +189,7 @@ def place(
         loader.check(model)
     elif convert_weights:
         raise InputError("convert_weights=True is for weights=..., which was not given.")
-    others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
+    others = {"verify": verify, "cuda_graphs": cuda_graphs}
     cutting = check_microbatches(microbatches, batch, others)
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)

@@ -25,6 +25,7 @@ from baechi.runtime.batched_calls import Microbatches, ModelWithLoss, train
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.runtime_checks import placed_step
+from baechi.runtime.torch_compile import CompileOptions
 from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.pytrees import tensors_in
@@ -85,14 +86,20 @@ def traced(kind: Callable[[], nn.Module], n: int, loss: bool) -> tuple[nn.Module
     return model, baechi.trace(module, (x,), {"targets": t} if loss else {})
 
 
-def executable(kind: Callable[[], nn.Module], n: int, loss: bool, seed: int) -> Executable:
+def executable(
+    kind: Callable[[], nn.Module],
+    n: int,
+    loss: bool,
+    seed: int,
+    options: CompileOptions | None = None,
+) -> Executable:
     """Ops on random devices, and turns in a random order."""
     _, trace = traced(kind, n, loss)
     graph = trace.graph(made_up_profile(trace))
     placement = baechi.solve(graph, cpus(3), placer=baechi.RandomPlacer(seed))
     places = [torch.device("cpu")] * 3
     return Executable(
-        *(trace, placed_step(trace, placement, graph), placement, places, 1),
+        *(trace, placed_step(trace, placement, graph), placement, places, 1, options),
         graph=graph,
         cluster=cpus(3),
         batches=n,
@@ -118,12 +125,29 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", [Tied, partial(Tied, 0.5), Twice], ids=["tied", "random", "twice"])
 def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: int) -> None:
     """A call and a backward, a step, and a second step on top of its gradients."""
+    check_any_placement(kind, n, range(3))
+
+
+@pytest.mark.usefixtures("any_order")
+@pytest.mark.parametrize("kind", [partial(Tied, 0.5), Twice], ids=["random", "twice"])
+def test_any_placement_in_any_order_of_turns_compiled(kind: Callable[[], nn.Module]) -> None:
+    """The first step of each compiles in one thread; the second one is on workers."""
+    try:
+        check_any_placement(kind, 4, [1], CompileOptions("aot_eager", {}))
+    finally:
+        torch._dynamo.reset()
+
+
+def check_any_placement(
+    kind: Callable[[], nn.Module], n: int, seeds: Sequence[int], *options: CompileOptions
+) -> None:
+    """Calls and steps of random placements are the loop's."""
     with one_thread():
-        for seed in range(3):
+        for seed in seeds:
             (model, _), plain = traced(kind, n, False), kind()
             model.load_state_dict(plain.state_dict())
             model.zero_grad()
-            special = executable(kind, n, False, seed)
+            special = executable(kind, n, False, seed, *options)
             for again in range(2):
                 torch.manual_seed(again)
                 wanted = merged(plain, X, T, n)
@@ -137,7 +161,7 @@ def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: i
             (model, _), plain = traced(kind, n, True), kind()
             model.load_state_dict(plain.state_dict())
             model.zero_grad()
-            special = executable(kind, n, True, seed)
+            special = executable(kind, n, True, seed, *options)
             weights = [0.5, 1.25, 0.75, 1.5][:n]
             for again in range(2):
                 torch.manual_seed(again)
@@ -279,7 +303,7 @@ def test_what_micro_batches_cannot_be_is_said() -> None:
         )
     with pytest.raises(InputError, match=r"batch has 'y': 0, but .* x \[8, 2\]"):
         lazily(Tied(), microbatches=2, batch={"y": 0})(X)
-    for name in ("verify", "compile", "cuda_graphs"):
+    for name in ("verify", "cuda_graphs"):
         with pytest.raises(InputError, match=f"{name}= does not go with microbatches"):
             lazily(Tied(), microbatches=2, **{name: True})
 
@@ -614,15 +638,13 @@ def test_steps_train_with_a_scaler_clipping_and_an_optimizer_as_the_loop_does() 
     assert differing(placed.state_dict(), plain.state_dict()) == []
 
 
-def test_a_step_of_one_batch_is_verified_and_refuses_compiled_tapes() -> None:
+def test_a_step_of_one_batch_is_verified_and_refuses_cuda_graphs() -> None:
     plain, x, t = Blocks(), torch.randn(8, 4), torch.randn(8, 4)
     with one_thread():
         placed = lazily(copy.deepcopy(plain), verify=True)
         wanted = loop_of(plain, x, t, 1)
         found = placed.step(x, targets=t, loss=square)
         assert differing(left_by(placed, found), left_by(plain, wanted)) == []
-    with pytest.raises(InputError, match=r"step\(\) does not go with compile="):
-        lazily(Blocks(), compile=True).step(x, targets=t, loss=square)
     with pytest.raises(InputError, match="cuda_graphs"):
         lazily(Blocks(), cuda_graphs=True).step(x, targets=t, loss=square)
 

@@ -109,8 +109,9 @@ class Line(nn.Module):
         return second(first(x)) - 3
 
 
+@pytest.mark.parametrize("how", [False, {"backend": "aot_eager"}], ids=["plain", "compiled"])
 @pytest.mark.parametrize("back", [False, True])
-def test_a_device_that_waits_works_on_a_later_request(back: bool) -> None:
+def test_a_device_that_waits_works_on_a_later_request(back: bool, how: Any) -> None:
     """Also where it comes back to the first one later."""
     trace = baechi.trace(Line(), (torch.ones(2),))
     graph = trace.graph(made_up_profile(trace), training=False)
@@ -118,12 +119,17 @@ def test_a_device_that_waits_works_on_a_later_request(back: bool) -> None:
     order = tuple(range(len(graph.ops)))
     devices = tuple(int(op == where or (op > where and not back)) for op in order)
     placement = baechi.Placement(graph.digest, devices, order)
-    placed = baechi.apply(trace, placement, ["cpu:0", "cpu:1"], threads_per_device=1)
-    COUNTS[:] = [0, 0]
+    options = {"threads_per_device": 1, "compile": how}
+    placed = baechi.apply(trace, placement, ["cpu:0", "cpu:1"], **options)
     rows = [torch.full((2,), float(i)) for i in range(4)]
+    if how:
+        COUNTS[:] = [4, 4]
+        next(placed.stream(rows, in_flight=2))  # alone, since it compiles
+    COUNTS[:] = [0, 0]
     found = list(placed.stream(rows, in_flight=2))
     assert all(torch.equal(y, (x + 1) * 2 - 3) for x, y in zip(rows, found, strict=True))
     placed.unplace()
+    torch._dynamo.reset()
 
 
 def test_an_error_comes_in_its_turn_and_the_next_requests_go_on(traced: baechi.Traced) -> None:

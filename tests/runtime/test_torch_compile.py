@@ -267,6 +267,111 @@ def test_a_family_of_shapes_has_one_plan_whose_segments_compile_with_symbols(
     module.unplace()
 
 
+def square(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (y - t).square().mean()
+
+
+def seeded_batches(
+    model: nn.Module, x: torch.Tensor, n: int, seed: int, *, steps: bool
+) -> list[torch.Tensor]:
+    """A step or a call of micro-batches, on top of the gradients that are there."""
+    torch.manual_seed(seed)
+    if isinstance(model, baechi.PlacedModule):
+        rows = [model.step(x, targets=-x, loss=square) if steps else model(x)]
+    elif steps:
+        losses = [square(model(c), -c) / n for c in x.chunk(n)]
+        for loss in losses:
+            loss.backward()
+        rows = [sum(losses[1:], losses[0])]
+    else:
+        rows = [torch.cat([model(c) for c in x.chunk(n)])]
+    if not steps:
+        square(rows[0], -x).backward()
+    return [rows[0].detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("steps", "again"), [(True, None), (False, None), (True, ["0", "1"])], ids=str
+)
+def test_micro_batches_share_what_compiles_once(steps: bool, again: Any) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compiled_by: list[threading.Thread] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled_by.append(threading.current_thread())
+        return aot_eager(graph, inputs)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Small(), Small())
+    module = lazily(
+        *(copy.deepcopy(plain),), microbatches=4, compile={"backend": backend}, checkpoint=again
+    )
+    counts = [0]
+    for batch in (8, 12, 8):  # one of another size has a plan of its own
+        x = torch.randn(batch, 8)
+        for seed in range(3):  # in one thread, then on workers, one on top of the other
+            actual = seeded_batches(module, x, 4, seed, steps=steps)
+            expected = seeded_batches(plain, x, 4, seed, steps=steps)
+            for one, other in zip(actual, expected, strict=True):
+                assert torch.equal(one, other)
+            counts.append(len(compiled_by))
+    assert counts[1] <= len(module.program.tapes)  # not of each micro-batch
+    assert 0 < counts[1] == counts[3] < counts[4] == counts[-1] <= 2 * counts[1]
+    assert set(compiled_by) == {threading.current_thread()}
+    assert not module.remarks
+    module.unplace()
+
+
+@pytest.mark.slow
+def test_micro_batches_of_inductor_are_close_to_the_loop_over_its_model() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*(Block() for _ in range(2))).eval(), torch.randn(8, 16)
+    module = lazily(copy.deepcopy(plain), microbatches=2, compile=True)
+    whole = torch.compile(plain, fullgraph=True)
+    for seed in range(2):
+        for steps in (True, False):
+            actual = seeded_batches(module, x, 2, seed, steps=steps)
+            torch.testing.assert_close(
+                actual, seeded_batches(whole, x, 2, seed, steps=steps), **CLOSE
+            )
+    assert not module.remarks
+    module.unplace()
+
+
+def test_a_step_under_compile_is_metered_as_predicted() -> None:
+    torch.manual_seed(0)
+    module = lazily(nn.Sequential(Small(), Small()), microbatches=4, compile=AOT)
+    x = torch.randn(8, 8)
+    for _ in range(2):
+        module.step(x, targets=-x, loss=square)
+    module.zero_grad()
+    with module.metered() as meter:
+        module.step(x, targets=-x, loss=square)
+    for seen, said in zip(meter.peak_bytes, module.rhythm.peak_bytes, strict=True):
+        assert 0 < seen <= 1.002 * said
+    module.unplace()
+
+
+def test_autocast_is_each_micro_batch_s_own() -> None:
+    model, x = Small().eval(), torch.randn(4, 8)
+    module = lazily(copy.deepcopy(model), microbatches=2, compile=AOT)
+    for _ in range(2):
+        rows = []
+        for one in (module, model):
+            parts = [x] if one is module else x.chunk(2)
+            found = []
+            for part in parts:
+                with torch.autocast("cpu", torch.bfloat16):
+                    found.append(one(part))
+            torch.cat(found).float().square().sum().backward()
+            rows.append([torch.cat(found).detach(), *(p.grad for p in one.parameters())])
+        for own, other in zip(*rows, strict=True):
+            assert torch.equal(own, other)
+    assert rows[0][0].dtype == torch.bfloat16
+    module.unplace()
+
+
 @pytest.mark.parametrize("how", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}, True])
 def test_what_records_cuda_graphs_of_its_own_is_refused_on_cuda(how: Any) -> None:
     from torch._inductor import config

@@ -237,26 +237,26 @@ def train(
                 "parameters alone. Detach it; or call the placed model and go backward from a "
                 "loss of your own."
             )
-    executor, steps = executable.begun(calls, meter)
-    bound = executor.bound
-    trained = [parameter for parameter in bound.parameters if parameter.requires_grad]
-    if any(gradient_hooks(parameter) for parameter in trained):
-        raise ExecutionError(
-            "a parameter has a hook on its gradient (register_hook), which a loop over "
-            "micro-batches would run for each of them, and a step has their sum alone. Use "
-            "register_post_accumulate_grad_hook, which runs once a step."
-        )
-    (node, row), *_ = bound.results.items()
-    (loss,) = executable.module.facts.nodes[node].values
-    begun = [parameter.grad for parameter in bound.parameters]
-    totals, place = Totals(begun), executable.places[row.device]
-    for step, weight in zip(steps, weights, strict=True):
-        step.totals = totals
-        seed = torch.full(loss.shape, weight, dtype=loss.dtype, device=place)
-        step.seed(row.grads[0], row.device, seed)
-        del seed
-    with torch.enable_grad(), observing() if executable.observed else nullcontext():
-        executor.run(steps, 0)
+    with executable.begun(calls, meter) as (executor, steps):
+        bound = executor.bound
+        trained = [parameter for parameter in bound.parameters if parameter.requires_grad]
+        if any(gradient_hooks(parameter) for parameter in trained):
+            raise ExecutionError(
+                "a parameter has a hook on its gradient (register_hook), which a loop over "
+                "micro-batches would run for each of them, and a step has their sum alone. Use "
+                "register_post_accumulate_grad_hook, which runs once a step."
+            )
+        (node, row), *_ = bound.results.items()
+        (loss,) = executable.module.facts.nodes[node].values
+        begun = [parameter.grad for parameter in bound.parameters]
+        totals, place = Totals(begun), executable.places[row.device]
+        for step, weight in zip(steps, weights, strict=True):
+            step.totals = totals
+            seed = torch.full(loss.shape, weight, dtype=loss.dtype, device=place)
+            step.seed(row.grads[0], row.device, seed)
+            del seed
+        with torch.enable_grad(), observing() if executable.observed else nullcontext():
+            executor.run(steps, 0)
     found = sum_up(steps, executor, totals)
     executor.meet(steps[0])
     total = torch.zeros((), dtype=loss.dtype, device=steps[0].results[0].device)

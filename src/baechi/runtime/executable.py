@@ -373,21 +373,27 @@ class Executable:
         return result
 
     def _called(self, calls: Sequence[Call], meter: Meter | None) -> Any:
-        if self._modes is None or meter is not None:
-            return self._run(self._executor if meter is None else self._counted, calls, meter)
-        differentiate = self.training and torch.is_grad_enabled()
+        with self._executing(calls[0], meter) as executor:
+            return self._run(executor, calls, meter)
+
+    def _mode(self, call: Call) -> Any:
+        """Of the compiled functions that such a call runs."""
         parameters = tuple(self._executor.bound.parameters)
         hooked = any(gradient_hooks(parameter) for parameter in parameters)
-        mode = mode_of(calls[0], parameters, differentiate), hooked
-        if mode in self._modes:
-            return self._run(self._executor, calls, None)
-        executor = self._executor
+        return mode_of(call, parameters, self.training and torch.is_grad_enabled()), hooked
+
+    @contextmanager
+    def _executing(self, call: Call, meter: Meter | None) -> Iterator[Executor]:
+        """What runs such calls: in the first step of a compiled mode, the block, one thread."""
+        executor, modes = self._executor if meter is None else self._counted, self._modes
+        if modes is None or meter is not None or (mode := self._mode(call)) in modes:
+            yield executor
+            return
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
-            result = self._run(self._alone, calls, None)
-        if len(self._modes) >= _MOST_KEPT:
-            self._modes.clear()
-        self._modes.add(mode)
-        return result
+            yield self._alone
+        if len(modes) >= _MOST_KEPT:
+            modes.clear()
+        modes.add(mode)
 
     def _run(self, executor: Executor, calls: Sequence[Call], meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -415,19 +421,23 @@ class Executable:
         """What each rank did in its latest step, if there are ranks; each calls this."""
         return self._executor.ran() if isinstance(self._executor, RankExecutor) else ()
 
-    def begun(self, calls: Sequence[Call], meter: Meter | None) -> tuple[Executor, list[Step]]:
-        """A step with gradients for each micro-batch, and what runs them.
+    @contextmanager
+    def begun(
+        self, calls: Sequence[Call], meter: Meter | None
+    ) -> Iterator[tuple[Executor, list[Step]]]:
+        """A step with gradients for each micro-batch, and what runs them in the block.
 
         Raises:
-            InputError: Tapes are compiled, or CUDA graphs, which have no phase that goes both ways.
+            InputError: Tapes are CUDA graphs, which have no phase that goes both ways.
         """
-        if self._modes is not None or self.graphs is not None:
+        if self.graphs is not None:
             raise InputError(
-                "step() does not go with compile= or cuda_graphs=. Place without them; or call the "
-                "placed model, and go backward from a loss of your own."
+                "step() does not go with cuda_graphs=. Place without them; or call the placed "
+                "model, and go backward from a loss of your own."
             )
         self._state_guard.check()
-        return self._begun(self._executor if meter is None else self._counted, calls, meter)
+        with self._executing(calls[0], meter) as executor:
+            yield self._begun(executor, calls, meter)
 
     def _begun(
         self, executor: Executor, calls: Sequence[Call], meter: Meter | None
@@ -466,7 +476,9 @@ class Executable:
         executor = self._executor
         workers = isinstance(executor, CpuExecutor) and executor.threads is not None
         workers = workers or isinstance(executor, RankExecutor)
-        plain = self._modes is None and not self.observed and not call.objects
+        modes = self._modes
+        plain = not self.observed and not call.objects
+        plain = plain and (modes is None or self._mode(self._carrying(call)) in modes)
         return workers and plain and self.unsplit_on is None and self._is_pure
 
     def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall | RankCall:
