@@ -644,6 +644,37 @@ def test_micro_batches_give_the_loop_and_hold_no_more_than_predicted(
         torch.testing.assert_close(own.grad.cpu(), other.grad, **TOLERANCES)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
+def test_micro_batches_run_segments_that_are_compiled_once(
+    devices: list[str], inside: bool
+) -> None:
+    torch.manual_seed(0)
+    plain, n = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), 4
+    x, t = torch.randn(16, 16), torch.randn(16, 16)
+    placed = baechi.place(
+        *(copy.deepcopy(plain), devices),
+        microbatches=n,
+        placer=baechi.RandomPlacer(1),
+        compile={"backend": "aot_eager"},
+        progress=False,
+    )
+    graphs = []
+    for _ in range(3):
+        placed.zero_grad()
+        if inside:
+            placed.step(x.to("cuda:0"), targets=t.to("cuda:0"), loss=square)
+        else:
+            square(placed(x.to("cuda:0")), t.to("cuda:0")).backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]
+    square(torch.cat([plain(c) for c in x.chunk(n)]), t).backward()
+    for own, other in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad, **TOLERANCES)
+    assert not placed.remarks
+    placed.unplace()
+
+
 @pytest.mark.parametrize("devices", [TWO_GPUS])
 def test_memory_of_a_step_does_not_grow_with_its_micro_batches(devices: list[str]) -> None:
     """What arrives goes with its last reader, so four times as many hold no more on any GPU."""
