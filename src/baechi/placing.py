@@ -155,8 +155,8 @@ def place(
         microbatches: Number of micro-batches into which every call is cut, so that devices work on
             several at once (docs/pipelining.md). `"auto"`: that with the shortest predicted step,
             of divisors of the first call's batch; each is traced and costed. Where the example
-            returns its own loss, `step` is planned for it. `verify`, `guard`,
-            `cuda_graphs` and `dynamic` do nothing then, or are refused.
+            returns its own loss, `step` is planned for it. `verify`, `guard` and `dynamic` do
+            nothing then, or are refused; `cuda_graphs` are for `step` alone.
         batch: Their dimension in the arguments that have one, by name, such as `{"x": 1}`; by
             default the first one of all tensors that are as long as the first.
         objective: `"throughput"` places an inference for `stream`, as in `solve`, without `guard`.
@@ -189,7 +189,7 @@ def place(
         loader.check(model)
     elif convert_weights:
         raise InputError("convert_weights=True is for weights=..., which was not given.")
-    others = {"verify": verify, "cuda_graphs": cuda_graphs}
+    others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
     cutting = check_microbatches(microbatches, batch, others)
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
@@ -211,7 +211,7 @@ def place(
     check_wish(cuda_graphs, places)
     if cuda_graphs is not False:
         measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
-        cluster = tape_links(cluster, places, *measured)
+        cluster = tape_links(cluster, places, *measured, whole=cutting.n == 1)
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
     say = _say if progress and (world is None or world.rank == 0) else lambda _: None
     planner = _Planner(
@@ -484,7 +484,10 @@ class _Planner:
             **microbatches,
         )
         if special.rhythm is not None:
-            self._check_room(special, special.rhythm.peak_bytes)
+            peaks = special.rhythm.peak_bytes
+            if special.graphs is not None:
+                peaks = cast(Schedule, special.schedule).peak_bytes
+            self._check_room(special, peaks)
         plain = special.batches == 1 and not special.own_loss and not self.needs_runtime
         if plain and len(set(placement.devices)) == 1:
             peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])

@@ -474,7 +474,7 @@ def test_graphs_of_the_latest_shapes_are_kept() -> None:
     for n in (2, 3, 2, 3, 2):
         train_rows(model, placed, n, 1)
     assert len(ranks) == once  # all of them were replays
-    rows_of_3 = weakref.ref(next(iter(mode.shapes.values())).statics)
+    rows_of_3 = weakref.ref(next(iter(mode.shapes.values()))[0].statics)
     train_rows(model, placed, 5, WARM_UP)
     assert len(ranks) == once  # what is not captured yet drops nothing
     assert rows_of_3() is not None

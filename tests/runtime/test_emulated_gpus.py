@@ -25,6 +25,8 @@ from torch import nn
 from torch.nn import functional
 
 import baechi
+from baechi.program.flights import flights
+from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cuda_graphs import WARM_UP
 
 FAILURES = (RuntimeError, baechi.ExecutionError)  # torch's own, and in an operator
@@ -596,6 +598,18 @@ class Skips(nn.Module):
         return x
 
 
+class Encoded(nn.Module):
+    """Layers that read what needs no gradient, so nothing comes back to where that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(torch.cos(x))) + self.second(torch.sin(x))
+
+
 @pytest.mark.parametrize("devices", [TWO_GPUS, LANES])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("placer", ["round-robin", baechi.RandomPlacer(1)], ids=["turns", "random"])
@@ -673,6 +687,113 @@ def test_micro_batches_run_segments_that_are_compiled_once(
         torch.testing.assert_close(own.grad.cpu(), other.grad, **TOLERANCES)
     assert not placed.remarks
     placed.unplace()
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS, LANES[:2]])
+@pytest.mark.parametrize(
+    ("model", "n"), [(Skips, 1), (Skips, 6), (Encoded, 12)], ids=lambda value: str(value)[-12:]
+)
+@pytest.mark.parametrize(
+    "placer", ["single", "round-robin", baechi.RandomPlacer(1)], ids=["one", "turns", "random"]
+)
+def test_micro_batches_of_a_step_are_replayed_from_a_capture_per_slot(
+    devices: list[str], model: type[nn.Module], n: int, placer: Any
+) -> None:
+    plain = model().to("cuda:0")
+    options: Any = {} if n == 1 else {"microbatches": n}
+    placed = baechi.place(
+        copy.deepcopy(plain), devices, placer=placer, cuda_graphs=True, progress=False, **options
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, placed)]
+    launches, captures = [], []
+    for number in range(WARM_UP + 4):
+        x, t = torch.randn(8 * n, 16, device="cuda:0"), torch.randn(8 * n, 16, device="cuda:0")
+        for optimizer in optimizers if number % 3 else ():  # else it is added to what is there
+            optimizer.zero_grad()
+        total = torch.zeros((), device="cuda:0")
+        for c, d in zip(x.chunk(n), t.chunk(n), strict=True):
+            loss = square(plain(c), d) * (1 / n)
+            loss.backward()
+            total = total + loss.detach()
+        before = emulated.calls()
+        found = placed.step(x, targets=t, loss=square)
+        made = emulated.calls() - before
+        launches.append(made["cudaGraphLaunch"])
+        captures.append(made["cudaStreamBeginCapture"])
+        assert torch.equal(found.to("cuda:0"), total)
+        for own, other in zip(placed.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(own.grad.to("cuda:0"), other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    found_slots = flights(placed._current.program)
+    assert launches[1:WARM_UP] == [0] * (WARM_UP - 1)
+    tapes, rest = divmod(launches[WARM_UP], n)
+    assert tapes >= 2
+    assert rest == 0
+    assert launches[WARM_UP:] == [launches[-1]] * 4
+    assert captures[WARM_UP:] == [tapes * found_slots.n, 0, 0, 0]
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS])
+def test_a_micro_batch_writes_no_memory_that_the_one_before_in_its_slot_still_reads(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first GPU has nothing to wait for, and one slot for all."""
+    n, plain = 6, Encoded().to("cuda:0")
+    monkeypatch.setattr(
+        Executable, "_turns", lambda _, rows: [(i, b) for b in range(n) for i in range(len(rows))]
+    )
+    ahead = ("input:x0", "model/cos", "model/sin")
+    behind = ("input:x1", "model.first/linear", "model/tanh", "model.second/linear_1", "model/add")
+    pins = dict.fromkeys(ahead, devices[0]) | dict.fromkeys(behind, devices[1])
+    placed = baechi.place(
+        copy.deepcopy(plain),
+        devices,
+        microbatches=n,
+        constraints=baechi.Constraints(pins=pins | dict.fromkeys(("sub", "mean"), devices[1])),
+        cuda_graphs=True,
+        progress=False,
+    )
+    for _ in range(WARM_UP + 4):
+        x, t = torch.randn(8 * n, 16, device="cuda:0"), torch.randn(8 * n, 16, device="cuda:0")
+        for model in (plain, placed):
+            model.zero_grad()
+        for c, d in zip(x.chunk(n), t.chunk(n), strict=True):
+            (square(plain(c), d) * (1 / n)).backward()
+        placed.step(x, targets=t, loss=square)
+        for own, other in zip(placed.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(own.grad.to("cuda:0"), other.grad)
+    assert flights(placed._current.program).n == 1
+
+
+@pytest.mark.parametrize("devices", [TWO_GPUS, LANES[:2]])
+@pytest.mark.parametrize("placer", ["round-robin", baechi.RandomPlacer(1)], ids=["turns", "random"])
+def test_graphs_of_micro_batches_hold_no_more_than_predicted(
+    devices: list[str], placer: Any
+) -> None:
+    n, plain = 6, Skips()
+    x, t = (torch.randn(256 * n, 16, device="cuda:0") for _ in range(2))
+    gc.collect()
+    before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+    placed = baechi.place(
+        plain, devices, microbatches=n, placer=placer, cuda_graphs=True, progress=False
+    )
+    for number in range(WARM_UP + 3):
+        placed.zero_grad()
+        if number == WARM_UP + 1:
+            for gpu in GPUS:
+                torch.cuda.synchronize(gpu)
+                torch.cuda.reset_peak_memory_stats(gpu)
+        placed.step(x, targets=t, loss=square)
+    seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+    seen = [peak - base for peak, base in zip(seen, before, strict=True)]
+    said = placed.schedule.peak_bytes
+    if devices == GPUS:  # eager lanes hold all that crosses, of each micro-batch
+        assert sum(said) > 1.5 * sum(placed.rhythm.peak_bytes)
+    said = list(said) if devices == GPUS else [sum(said), 0]
+    assert all(mine <= 1.01 * own for mine, own in zip(seen, said, strict=True))
+    with pytest.raises(baechi.InputError, match="cuda_graphs=True, but a call has 6 micro-batches"):
+        placed(x)
 
 
 @pytest.mark.parametrize("devices", [TWO_GPUS])

@@ -9,6 +9,8 @@ here an instruction takes one tick, in the program's launch order, whenever it r
     what was saved   [made ──── last reader ────── end of the step]    if it crossed
     CUDA graphs      [──────────────── the whole step ─────────────]   what they left in place
 
+Of micro-batches in flight at once, each has CUDA graphs of its own: what one takes counts so often.
+
 `docs/runtime.md` (Lifetimes) says why. Streams of one GPU read one storage, while the clock has a
 copy for each device. So if only the producer's autograd saved it, the producer is charged until the
 end of the step as well: over all devices of a GPU that is never less than the memory in use.
@@ -19,6 +21,7 @@ Complexity: O(n log n) in ops, consumers and instructions.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, final
 
 from baechi.errors import InfeasibleError
@@ -27,9 +30,10 @@ from baechi.placers.solving import solve
 from baechi.placers.turn_orders import ordered_turns
 from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
 from baechi.program.compilation import compile_program, instant_ops
+from baechi.program.flights import flights
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
-from baechi.records.instructions import Copy, Place, Program, Run, Wait
+from baechi.records.instructions import Copy, Place, Program, Run, Segment, Wait
 from baechi.records.placement import Placement, Schedule, Span, Transfer
 from baechi.units import format_bytes
 
@@ -63,9 +67,22 @@ def scheduled(
     if all(gpu is None for gpu in gpus):
         return schedule
     if placement.microbatches > 1:
-        rhythm = ordered_turns(graph, cluster, placement, placement.microbatches, gpus=tuple(gpus))
+        n = placement.microbatches
+        order = partial(ordered_turns, graph, cluster, placement, n, gpus=tuple(gpus))
+        peaks = order().peak_bytes
+        if replayed:
+            program = program or compile_program(
+                *(graph, placement),
+                instant=instant_ops(graph),
+                copy_lanes=True,
+                batches=n,
+                joined=not graph.is_training,
+                order=lambda segments: order(segments=segments).turns,
+            )
+            launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
+            peaks = tuple(map(max, peaks, launches.peaks()))  # the first steps run eagerly
         return Schedule(
-            *(schedule.spans, schedule.transfers, rhythm.peak_bytes),
+            *(schedule.spans, schedule.transfers, peaks),
             late_bound=lambda: schedule.lower_bound_ns,
         )
     if program is None:
@@ -203,15 +220,16 @@ class _Launches:
             for lane in phase.launch:
                 row = phase.lanes[lane][position[lane]]
                 position[lane] += 1
-                if isinstance(row, Run):
-                    for op in self.program.ops_of(phase.segments[row.segment]):
-                        tick = self._go(op, tick)
+                if isinstance(row, Wait):
+                    waited[lane] = True
+                elif row.batch:
+                    continue  # as the first
+                elif isinstance(row, Run):
+                    tick = self._turn(phase.segments[row.segment], tick)
                     waited[lane] = False
                 elif isinstance(row, Copy):
                     self._send(row.tensor, row.src, row.dst, tick)
                     tick += 1
-                elif isinstance(row, Wait):
-                    waited[lane] = True
                 elif waited[lane]:  # else the previous segment frees it
                     self._freed[Place(row.tensor, row.device)] = tick
             if number == 0:
@@ -223,6 +241,13 @@ class _Launches:
         self._end = tick
         # The end of the last copy of each tensor from its producer.
         self._sent = {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
+
+    def _turn(self, segment: Segment, tick: int) -> int:
+        if segment.backward and self._loss not in self._spans:  # each micro-batch has its own
+            tick = self._go(self._loss, tick)
+        for op in self.program.ops_of(segment):
+            tick = self._go(op, tick)
+        return tick
 
     def _go(self, op: int, tick: int) -> int:
         self._spans[op] = Span(op, self.devices[op], tick, tick + 1)
@@ -241,8 +266,20 @@ class _Launches:
             longer += self._static()
         else:
             longer += [*self._crossing(), *self._sending()]
+        joint = len(self.program.phases) == 1 and self.program.is_training
+        n = flights(self.program).n if joint and self.replayed else 1
+        state = [0] * len(self._memory_of)  # and gradients, which are there once
+        for op, row in enumerate(self.graph.ops if n > 1 else ()):
+            memory, span = self._memory_of[self.devices[op]], self._spans[op]
+            longer += [
+                Holding(memory, HELD, -row.late_bytes, span.start_ns, self._end),
+                Holding(memory, HELD, row.late_bytes - row.persistent_bytes, 0, self._end),
+            ]
+            state[memory] += row.persistent_bytes
         profiles = memory_profile(self.graph, self.cluster, schedule, longer)
-        return tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
+        one = (max(nbytes for _, nbytes in steps) for steps in profiles)
+        rows = zip(one, self._memory_of, strict=True)
+        return tuple(n * nbytes + state[memory] for nbytes, memory in rows)
 
     def _crossing(self) -> Iterator[Holding]:
         """Tensors that cross streams, after their last reader."""

@@ -146,12 +146,16 @@ def check_microbatches(
             raise InputError("batch= names dimensions for microbatches=..., which was not given.")
         return Microbatches(1)
     n = 0 if microbatches == "auto" else check_positive(microbatches, "microbatches")
-    for name, value in others.items() if n != 1 else ():
-        if value:
-            raise InputError(
-                f"{name}= does not go with microbatches=: {name} works on calls of one batch. Give "
-                "one of the two."
-            )
+    if n == 0 and others["cuda_graphs"]:
+        raise InputError(
+            "cuda_graphs= does not go with microbatches='auto', which compares what eager steps "
+            "take and hold. Give a number of micro-batches."
+        )
+    if n != 1 and others["verify"]:
+        raise InputError(
+            "verify= does not go with microbatches=: verify works on calls of one batch. Give one "
+            "of the two."
+        )
     if batch is not None:
         check_is(batch, Mapping, "batch")  # type: ignore[type-abstract]
         for dim in batch.values():
@@ -249,7 +253,8 @@ def train(
         (node, row), *_ = bound.results.items()
         (loss,) = executable.module.facts.nodes[node].values
         begun = [parameter.grad for parameter in bound.parameters]
-        totals, place = Totals(begun), executable.places[row.device]
+        totals = Totals(begun, copies=executable.graphs is not None and meter is None)
+        place = executable.places[row.device]
         for step, weight in zip(steps, weights, strict=True):
             step.totals = totals
             seed = torch.full(loss.shape, weight, dtype=loss.dtype, device=place)

@@ -95,7 +95,7 @@ class Executable:
         dimensions: BatchDimensions | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        check_wish(cuda_graphs, places)
+        check_wish(cuda_graphs, places, 1 if own_loss else batches)
         self.traced = traced
         self.placement = placement
         self.graph, self.cluster, self.ranks = graph, cluster, ranks
@@ -125,7 +125,7 @@ class Executable:
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
         self.graphs: Graphs | None = None
-        if cuda_graphs is not False:
+        if cuda_graphs is not False and (batches == 1 or own_loss):
             self.graphs = Graphs(module, self.program, bound, places)
             if cuda_graphs is True:
                 self.graphs.demand()
@@ -425,16 +425,7 @@ class Executable:
     def begun(
         self, calls: Sequence[Call], meter: Meter | None
     ) -> Iterator[tuple[Executor, list[Step]]]:
-        """A step with gradients for each micro-batch, and what runs them in the block.
-
-        Raises:
-            InputError: Tapes are CUDA graphs, which have no phase that goes both ways.
-        """
-        if self.graphs is not None:
-            raise InputError(
-                "step() does not go with cuda_graphs=. Place without them; or call the placed "
-                "model, and go backward from a loss of your own."
-            )
+        """A step with gradients for each micro-batch, and what runs them in the block."""
         self._state_guard.check()
         with self._executing(calls[0], meter) as executor:
             yield self._begun(executor, calls, meter)

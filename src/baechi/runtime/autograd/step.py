@@ -41,10 +41,12 @@ class Totals:
 
     Args:
         begun: What is there before, such as the parameter's `.grad`, which is added to in place.
+        copies: Whether others write where the gradients are, as CUDA graphs do.
     """
 
-    def __init__(self, begun: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, begun: Sequence[torch.Tensor | None], *, copies: bool = False) -> None:
         self.rows = list(begun)
+        self._copies = copies
         self._owned = [total is not None for total in begun]  # else others may hold it
 
     def add(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -54,7 +56,8 @@ class Totals:
         total = self.rows[number]
         with torch.no_grad():
             if total is None:
-                self.rows[number] = gradient
+                self.rows[number] = gradient.clone() if self._copies else gradient
+                self._owned[number] = self._copies
                 return
             gradient = gradient.to(total.device)
             if total.layout is not torch.strided:
@@ -251,7 +254,8 @@ class Step:
         # stream on which a parameter was first used, and no tape runs its hooks.
         self.apart = False
         self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
-        self.warms = -1  # in which of autograd's passes kernels run that a tape records later
+        self.slot = 0  # which of the recordings it is replayed with
+        self.warms = -2  # in which of autograd's passes kernels run that a tape records later
         self.fetched: dict[int, torch.Tensor] = {}  # inputs that are brought ahead of their readers
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases

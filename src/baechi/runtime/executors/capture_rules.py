@@ -61,13 +61,17 @@ def tape_costs(profile: Profile) -> Profile:
 
 
 def tape_links(
-    cluster: Cluster, places: Sequence[torch.device], launch_ns: int = GRAPH_LAUNCH_NS
+    cluster: Cluster,
+    places: Sequence[torch.device],
+    launch_ns: int = GRAPH_LAUNCH_NS,
+    *,
+    whole: bool = True,
 ) -> Cluster:
     """The cluster where what a host hands over begins a tape, which is launched with it.
 
-    Lanes of one GPU are one graph, in which nothing is handed over.
+    Lanes of one GPU are one graph, in which nothing is handed over, where a phase is a whole.
     """
-    together = len(set(places)) == 1 and places[0].type == "cuda"
+    together = whole and len(set(places)) == 1 and places[0].type == "cuda"
 
     def launched(link: Link | None, device: Device) -> Link | None:
         if link is None or not (device.host and device.launches_ahead):
@@ -78,7 +82,7 @@ def tape_links(
     return replace(cluster, links=tuple(rows))
 
 
-def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
+def check_wish(wish: CudaGraphs, places: Sequence[torch.device], batches: int = 1) -> None:
     """Refuse a `cuda_graphs` that means nothing, and what no device or allocator can fulfil.
 
     Memory that a lane lets go of belongs to its stream, which waits for other lanes before it takes
@@ -86,7 +90,8 @@ def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
 
     Raises:
         InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device; or a
-            GPU has several logical devices, and torch's allocator is not its own.
+            GPU has several logical devices, and torch's allocator is not its own; or a call has
+            several micro-batches.
     """
     crowded = [str(place) for place, n in Counter(places).items() if n > 1 and place.type == "cuda"]
     if crowded and not _is_allocator_native():
@@ -102,6 +107,12 @@ def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
         raise InputError(
             f"cuda_graphs=True, but the devices are {names}; only CUDA devices have graphs. Give "
             'cuda_graphs="auto", which takes them where there are some, or leave it out.'
+        )
+    if wish is True and batches > 1:
+        raise InputError(
+            f"cuda_graphs=True, but a call has {batches} micro-batches: all would be in flight at "
+            "once, with graphs for each. Call step(), which keeps fewer in flight, or give "
+            'cuda_graphs="auto", which runs calls without graphs.'
         )
 
 

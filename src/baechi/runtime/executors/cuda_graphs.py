@@ -16,7 +16,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import InputError
+from baechi.program.flights import flights
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Record, Sizes, Step
@@ -42,6 +43,8 @@ WARM_UP: Final = 3
 # Of how many shapes a family keeps graphs at most, of training steps and of inferences each.
 MOST_SHAPES: Final = 4
 _MOST_WARMING: Final = 64  # shapes whose eager calls are counted
+
+_LATE: Final = "gradients of a parameter are added up at the end of a step"
 
 Replay: TypeAlias = Callable[[], None]
 Launch: TypeAlias = Callable[[Step, int], None]  # of a phase, on all lanes
@@ -346,18 +349,18 @@ class _Mode:
     def __init__(self) -> None:
         self._state: Any = None
         self._warming = _Warming()
-        self.shapes: dict[Any, _Recordings] = {}  # the latest last
-        self.current = _Recordings()
+        self.shapes: dict[Any, list[_Recordings]] = {}  # by slot; the latest last
+        self.current: list[_Recordings] = []
 
-    def find(self, key: Any, state: Any, most: int) -> _Recordings | None:
-        """Those of a shape of call, empty ones at first; None while it is warming up.
+    def find(self, key: Any, state: Any, most: int, slots: int) -> list[_Recordings]:
+        """Those of a shape of call, by slot, empty ones at first; none while it is warming up.
 
         All are forgotten where the state has changed, whose addresses are in them. Beyond as many
         as may be kept the least recently used are let go of, before others take memory.
         """
         if state != self._state:
             self._state, self._warming, self.shapes = state, _Warming(), {}
-            self.current = _Recordings()
+            self.current = []
         found = self.shapes.pop(key, None)
         if found is None:
             warming = self._warming.calls
@@ -366,10 +369,10 @@ class _Mode:
                 if len(warming) >= _MOST_WARMING:
                     del warming[next(iter(warming))]
                 warming[key] = calls + 1
-                return None
+                return []
             while len(self.shapes) >= most:
                 del self.shapes[next(iter(self.shapes))]
-            found = _Recordings()
+            found = [_Recordings() for _ in range(slots)]
         self.shapes[key] = self.current = found
         return found
 
@@ -386,9 +389,11 @@ class Graphs:
         recorder: Makes the recorder of a logical device of any kind, for training steps or for
             inferences; each has memory of its own, since both kinds may be under way at once. By
             default CUDA devices alone are recorded for.
-        whole: Whether lanes may share a graph: by default those of one GPU.
+        whole: Whether lanes may share a graph: by default those of one GPU, not of a step in one
+            phase.
 
     Attributes:
+        flights: Of a step of one phase: its micro-batches, each with the recordings of its slot.
         most_shapes: The number of shapes of call whose recordings are kept.
     """
 
@@ -405,11 +410,17 @@ class Graphs:
         self._codes = codes = bound.tapes
         self._sizes = bound.sizes
         self._lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
-        several = len(self._lanes) > 1 and len(program.phases) > 1
+        joint = len(program.phases) == 1 and program.is_training
+        self.flights = flights(program) if joint else None
+        added = {number for code in codes for number, _ in code.totals}
+        rows = enumerate(bound.parameters.values())
+        self._late = joint and any(slots and n not in added for n, (_, slots) in rows)
+        several = len(self._lanes) > 1 and program.is_training
         self._obstacle = partial(obstacle, module, several=several)
         self._anywhere = recorder is not None
         if whole is None:
             whole = len(self._lanes) == 1 < len(codes) and recorder is None
+            whole = whole and not joint
         self._why_apart = ""
         self._settle(together=whole)
         self._seeds = tuple((slot,) for result in bound.results.values() for slot in result.grads)
@@ -424,7 +435,9 @@ class Graphs:
     def _settle(self, *, together: bool) -> None:
         """Decide what is captured; lanes of one graph draw random numbers in its order."""
         self._obstacles = tuple(
-            self._obstacle(
+            _LATE
+            if self._late
+            else self._obstacle(
                 code,
                 alone=together or self._lanes[code.place] == 1,
                 on_cuda=self._anywhere or code.place.type == "cuda",
@@ -446,7 +459,7 @@ class Graphs:
     def reasons(self) -> tuple[str, ...]:
         """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
         found = list(self._obstacles)
-        for recorded in (each for mode in self._modes.values() for each in mode.shapes.values()):
+        for recorded in self._known():
             for index, tape in recorded.tapes.items():
                 found[index] = found[index] or next(iter(tape.reasons), "")
         return tuple(found)
@@ -457,7 +470,7 @@ class Graphs:
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
         apart = f"its lanes are no common CUDA graph: {self._why_apart}"
-        rows = [each.whole for mode in self._modes.values() for each in mode.shapes.values()]
+        rows = [each.whole for each in self._known()]
         return (
             *(apart,) * bool(self._why_apart),
             *(
@@ -471,6 +484,10 @@ class Graphs:
                 for reason, count in counts.most_common()
             ),
         )
+
+    def _known(self) -> Iterator[_Recordings]:
+        for mode in self._modes.values():
+            yield from itertools.chain.from_iterable(mode.shapes.values())
 
     def demand(self) -> None:
         """Refuse that any tape runs eagerly.
@@ -494,21 +511,20 @@ class Graphs:
         if step.differentiate and self._open is not None and self._open() is not None:
             return False  # another has still to go backward: this one would overwrite its values
         key, state = self._key(step)
-        found = self._modes[step.differentiate].find(key, state, self.most_shapes)
-        if found is None:
+        mode = self._modes[step.differentiate]
+        n_slots = 1 if self.flights is None else self.flights.n
+        slots = mode.find(key, state, self.most_shapes, n_slots)
+        if not slots:
             return False
+        found = slots[0]
         if found.whole is not None and not found.whole.is_captured:
             self._why_apart, found.whole = found.whole.reasons[0], None
             self._settle(together=False)
         if self._whole and found.whole is None:
             found.whole = self._together(launch, found.statics)
         elif not (self._whole or found.tapes):
-            devices = dict.fromkeys(code.device for code in self._captured)
-            recorders = {device: self._recorder(device) for device in devices}
-            for code in self._captured:
-                recorder, ranks = recorders[code.device], self._ranks[code.index]
-                tape = GraphedTape(code, recorder, found.statics, self._sizes, ranks)
-                found.tapes[code.index] = tape
+            for each in slots:
+                self._apart(each)
         if step.differentiate:
             self._open = weakref.ref(step)
         return True
@@ -517,6 +533,15 @@ class Graphs:
         """A step has gone backward for the last time."""
         if self._open is not None and self._open() is step:
             self._open = None
+
+    def _apart(self, found: _Recordings) -> None:
+        """Let every tape be a graph; those of each slot in memory of their own."""
+        devices = dict.fromkeys(code.device for code in self._captured)
+        recorders = {device: self._recorder(device) for device in devices}
+        for code in self._captured:
+            recorder, ranks = recorders[code.device], self._ranks[code.index]
+            tape = GraphedTape(code, recorder, found.statics, self._sizes, ranks)
+            found.tapes[code.index] = tape
 
     def _together(self, launch: Launch, statics: Statics) -> GraphedTape:
         first = self._captured[0]
@@ -527,16 +552,18 @@ class Graphs:
 
     def whole(self, step: Step) -> GraphedTape | None:
         """The runner of all tapes of a step that is replayed, where they are one graph."""
-        return self._modes[step.differentiate].current.whole
+        return self._current(step).whole
 
     def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
         """The runner of a tape in a step that is replayed."""
-        found = self._modes[step.differentiate].current
-        return found.tapes.get(index) or self._codes[index]
+        return self._current(step).tapes.get(index) or self._codes[index]
 
     def statics(self, step: Step) -> Statics:
         """The tensors that stay where they are from step to step."""
-        return self._modes[step.differentiate].current.statics
+        return self._current(step).statics
+
+    def _current(self, step: Step) -> _Recordings:
+        return self._modes[step.differentiate].current[step.slot]
 
     def _key(self, step: Step) -> tuple[Any, Any]:
         """What is recorded for; and the state that must not change, or all is recorded anew."""
@@ -551,9 +578,10 @@ def _ranks(program: Program) -> list[tuple[int, int]]:
     """The positions of every tape's forward and backward in the order of a step."""
     ranks = [[0, 0] for _ in program.tapes]
     count = itertools.count()
-    for number, phase in enumerate(program.phases):
-        for tape in (tape for segment in phase.segments for tape in segment.tapes):
-            ranks[tape][number] = next(count)
+    for phase in program.phases:
+        for segment in phase.segments:
+            for tape in segment.tapes:
+                ranks[tape][segment.backward] = next(count)
     return [(forward, backward) for forward, backward in ranks]
 
 

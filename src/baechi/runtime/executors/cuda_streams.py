@@ -228,7 +228,8 @@ class CudaExecutor:
                     self._give_gradients(each, run)
             self._ended(run)
             del given
-            if phase and self._graphs is not None and not step.keep:
+            ended = phase == len(self._program.phases) - 1 and step.differentiate
+            if ended and self._graphs is not None and not step.keep:
                 self._graphs.end(step)
             run.held.rest()
 
@@ -267,11 +268,19 @@ class CudaExecutor:
         run: _StepRun = steps[0].own
         rows = self._program.phases[phase]
         position = [0] * len(rows.lanes)
+        flights = None if run.graphs is None else run.graphs.flights
+        ends: dict[int, list[torch.cuda.Event]] = defaultdict(list)  # of batches in their slots
         for lane in rows.launch:
+            here, stream = (lane, position[lane]), streams[lane]
+            if flights is not None and stream is not None and here in flights.after:
+                for event in ends[flights.after[here]]:
+                    stream.wait_event(event)
             self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
-            event = run.events.get((phase, lane, position[lane]))
-            if event is not None:
-                event.record(streams[lane])
+            if flights is not None and stream is not None and here in flights.last:
+                ends[flights.last[here]].append(stream.record_event())
+            awaited = run.events.get((phase, *here))
+            if awaited is not None:
+                awaited.record(stream)
             position[lane] += 1
 
     def _together(self, step: Step, phase: int) -> None:
@@ -313,7 +322,9 @@ class CudaExecutor:
         replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
         own = self._inside if captured else self._own
         run = _StepRun(self._current(), own, self._graphs if replayed else None)
-        for step in steps:
+        for batch, step in enumerate(steps):
+            if replayed and self._graphs is not None and self._graphs.flights is not None:
+                step.slot = self._graphs.flights.slots[batch]
             step.own = run
             step.apart = step.apart or bool(self._gpus)
         return run
@@ -407,6 +418,13 @@ class CudaExecutor:
                 tape.backward(step)
             else:
                 tape.forward(step)
+                if graphs is not None and graphs.flights is not None:
+                    # The next micro-batch in its slot writes there.
+                    for result in (r for output in code.outputs for r in output.results):
+                        value = step.results[result]
+                        step.results[result] = pytree.tree_map_only(
+                            torch.Tensor, lambda tensor: tensor.detach().clone(), value
+                        )
 
     def _send(
         self,
