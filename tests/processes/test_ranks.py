@@ -35,7 +35,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 
 def environment() -> dict[str, str]:
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])  # has another torch where CUDA is emulated
+    # Where CUDA is emulated it has another torch.
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     paths += map(str, Path(baechi.__file__).parents[1:2])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **variables}
