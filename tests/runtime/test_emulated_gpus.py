@@ -247,6 +247,17 @@ def test_a_step_that_runs_out_of_memory_holds_none() -> None:
     assert script(_LIMITED)[0].splitlines() == ["out of memory"] * 2 + ["through"]
 
 
+def active_bytes(which: str) -> list[int]:
+    """The "current" or "peak" bytes of every GPU, with what is let go of and not free yet."""
+    return [torch.cuda.memory_stats(gpu)[f"active_bytes.all.{which}"] for gpu in GPUS]
+
+
+def forget_peaks() -> None:
+    for gpu in GPUS:
+        torch.cuda.synchronize(gpu)
+        torch.cuda.reset_peak_memory_stats(gpu)
+
+
 @pytest.mark.multigpu
 def test_no_peak_depends_on_how_far_the_host_is_ahead() -> None:
     """What a stream was told of stays until that has come so far."""
@@ -256,9 +267,7 @@ def test_no_peak_depends_on_how_far_the_host_is_ahead() -> None:
     side = [torch.cuda.Stream(gpu) for gpu in GPUS]
 
     def peaks(*, waits: bool, told: bool = False) -> list[int]:
-        for gpu in GPUS:
-            torch.cuda.synchronize(gpu)
-            torch.cuda.reset_peak_memory_stats(gpu)
+        forget_peaks()
         for _ in range(6):
             placed.zero_grad(set_to_none=True)
             x.grad = None
@@ -269,8 +278,7 @@ def test_no_peak_depends_on_how_far_the_host_is_ahead() -> None:
                 parameter.grad.record_stream(side[parameter.device.index])
             for gpu in GPUS if waits else ():
                 torch.cuda.synchronize(gpu)
-        # What is let go of, but not free yet, is active.
-        return [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+        return active_bytes("peak")
 
     with emulated.settings(CLOCK=1, KERNEL_NS=1_000_000):  # and the host takes no time
         peaks(waits=True)
@@ -621,7 +629,7 @@ def test_micro_batches_give_the_loop_and_hold_no_more_than_predicted(
     x, t = torch.randn(256 * n, 16), torch.randn(256 * n, 16)
     mine, wanted = x.to("cuda:0"), t.to("cuda:0")
     gc.collect()
-    before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+    before = active_bytes("current")
     placed = baechi.place(
         copy.deepcopy(plain), devices, microbatches=n, placer=placer, progress=False
     )
@@ -636,11 +644,9 @@ def test_micro_batches_give_the_loop_and_hold_no_more_than_predicted(
     for number in range(3):
         placed.zero_grad()
         if number == 2:
-            for gpu in GPUS:
-                torch.cuda.synchronize(gpu)
-                torch.cuda.reset_peak_memory_stats(gpu)
+            forget_peaks()
         found = run()
-    seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+    seen = active_bytes("peak")
     seen = [peak - base for peak, base in zip(seen, before, strict=True)]
     said = placed.rhythm.peak_bytes
     said = list(said) if len(devices) == 2 else [sum(said), 0]
@@ -774,18 +780,16 @@ def test_graphs_of_micro_batches_hold_no_more_than_predicted(
     n, plain = 6, Skips()
     x, t = (torch.randn(256 * n, 16, device="cuda:0") for _ in range(2))
     gc.collect()
-    before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+    before = active_bytes("current")
     placed = baechi.place(
         plain, devices, microbatches=n, placer=placer, cuda_graphs=True, progress=False
     )
     for number in range(WARM_UP + 3):
         placed.zero_grad()
         if number == WARM_UP + 1:
-            for gpu in GPUS:
-                torch.cuda.synchronize(gpu)
-                torch.cuda.reset_peak_memory_stats(gpu)
+            forget_peaks()
         placed.step(x, targets=t, loss=square)
-    seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+    seen = active_bytes("peak")
     seen = [peak - base for peak, base in zip(seen, before, strict=True)]
     said = placed.schedule.peak_bytes
     if devices == GPUS:  # eager lanes hold all that crosses, of each micro-batch
@@ -804,7 +808,7 @@ def test_memory_of_a_step_does_not_grow_with_its_micro_batches(devices: list[str
         x, t = torch.randn(256 * n, 16), torch.randn(256 * n, 16)
         mine, wanted = x.to("cuda:0"), t.to("cuda:0")
         gc.collect()
-        before = [torch.cuda.memory_stats(gpu)["active_bytes.all.current"] for gpu in GPUS]
+        before = active_bytes("current")
         placed = baechi.place(
             copy.deepcopy(plain),
             devices,
@@ -815,11 +819,9 @@ def test_memory_of_a_step_does_not_grow_with_its_micro_batches(devices: list[str
         for number in range(3):
             placed.zero_grad()
             if number == 2:
-                for gpu in GPUS:
-                    torch.cuda.synchronize(gpu)
-                    torch.cuda.reset_peak_memory_stats(gpu)
+                forget_peaks()
             placed.step(mine, targets=wanted, loss=square)
-        seen = [torch.cuda.memory_stats(gpu)["active_bytes.all.peak"] for gpu in GPUS]
+        seen = active_bytes("peak")
         seen = [peak - base for peak, base in zip(seen, before, strict=True)]
         said = placed.rhythm.peak_bytes
         assert all(mine <= own for mine, own in zip(seen, said, strict=True))

@@ -266,6 +266,37 @@ def run_order(graph: OpGraph, placement: Placement) -> tuple[int, ...]:
     return tuple(chain(*segments_of(graph, placement)))
 
 
+def _let_go(
+    tensors: NDArray[np.int64],
+    made: NDArray[np.int64],
+    begun: NDArray[np.int64],
+    read: NDArray[np.int64],
+    turns: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The tensors that arrive on a device, and when the launching thread lets go of each.
+
+    That is with the first arrival of one that is made after the turn behind the last reader's has
+    begun. All times are positions in the order of launches.
+
+    Args:
+        tensors: The tensor of each reading there.
+        made: When the turn of its maker begins.
+        begun: When the turn of its reader begins, with which it arrives.
+        read: When it is read.
+        turns: When the turns of the device begin, and the end of the step.
+    """
+    there, at = np.unique(tensors, return_inverse=True)
+    makes, first = np.empty(len(there), np.int64), np.full(len(there), turns[-1])
+    last = np.zeros(len(there), np.int64)
+    makes[at] = made
+    np.minimum.at(first, at, begun)
+    np.maximum.at(last, at, read)
+    order = np.argsort(makes)
+    soonest = np.minimum.accumulate(np.append(first[order], turns[-1])[::-1])[::-1]
+    behind = turns[np.searchsorted(turns, last, side="right")]
+    return there, soonest[np.searchsorted(makes[order], behind, side="right")]
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Turns:
@@ -376,17 +407,9 @@ class Turns:
         for device in np.unique(devices_of[readers[passes]]).tolist():
             mine = passes & (devices_of[readers] == device)
             turns = np.append(np.unique(begun[devices_of == device]), n)
-            there, at = np.unique(index[mine], return_inverse=True)
-            first, last = np.full(len(there), n), np.zeros(len(there), np.int64)
-            np.minimum.at(first, at, begun[readers[mine]])
-            np.maximum.at(last, at, position[readers[mine]])
-            made = begun[arrays.producer[there]]
-            by_maker = np.argsort(made)
-            soonest = np.minimum.accumulate(np.append(first[by_maker], n)[::-1])[::-1]
-            behind = turns[np.searchsorted(turns, last, side="right")]
-            taken = soonest[np.searchsorted(made[by_maker], behind, side="right")]
-            pools = np.full(len(there), pool[device])
-            np.maximum.at(until, (pools, there), taken)
+            made, came, read = begun[makers[mine]], begun[readers[mine]], position[readers[mine]]
+            there, taken = _let_go(index[mine], made, came, read, turns)
+            np.maximum.at(until, (np.full(len(there), pool[device]), there), taken)
         copied = until > 0
         copied[home, tensors] = False
         last = np.maximum(until[home, tensors], np.where(copied.any(axis=0), gone, 0))

@@ -1,4 +1,4 @@
-"""What ranks agree on while they plan: all trace and compile the same, and one decides for all."""
+"""Agreement of ranks on a plan: all trace and compile the same, and one decides for all."""
 
 import hashlib
 import json

@@ -254,11 +254,10 @@ def _ops(
             workspace += min(shared, largest.get(own, shared))
             late_bytes = late.get(own, 0)
             made = sent[index] + late_bytes
-            freed = came[index] + costs[own].saved_bytes
-            reused = min(costs[own].backward_reused_bytes, made, freed)
-            # At its end what came and was kept has gone, and a gradient of it is added to another
-            # reader's.
-            workspace = max(workspace, added.get(own, 0) - freed + reused)
+            saved = costs[own].saved_bytes
+            reused = min(costs[own].backward_reused_bytes, made, came[index] + saved)
+            # At its end what came has gone, and a gradient of it is added to another reader's.
+            workspace = max(workspace, added.get(own, 0) - came[index] + max(reused - saved, 0))
             if own in gathered:  # first what came is added up; with no kernel the sum is handed on
                 reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
                 workspace = max(workspace, gathered[own] - made + reused)

@@ -1,4 +1,4 @@
-"""What the published simulator of Tiresias does beside its rules, and its results need.
+"""Defects of the published simulator of Tiresias that its results need.
 
 docs/cluster.md lists it all.
 """
