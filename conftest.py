@@ -15,6 +15,7 @@ import pytest
 # of what needs it are left out.
 _NEEDS = {
     "benchmarks/placement_quality/test_instances.py": ("plotly",),
+    "tests/adapters/test_scheduler_extender.py": ("fastapi", "httpx"),
     "tests/scheduling/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
     **{
         path: names

@@ -233,7 +233,9 @@ def test_cublas_keeps_one_workspace_for_each_thread_and_stream() -> None:
     first = grown(lambda: torch.mm(x, x))
     assert 0 < first <= room_bytes + 2**20
     assert grown(lambda: torch.mm(x, x)) == 0
-    assert grown(lambda: torch.addmm(bias, x, x)) == 0  # cuBLASLt takes the same
+    # cuBLASLt takes the same, or, as torch 2.11 on a Hopper GPU, a MiB of its own.
+    assert grown(lambda: torch.addmm(bias, x, x)) <= 2**20
+    assert grown(lambda: torch.addmm(bias, x, x)) == 0
     rows: list[int] = []
     in_a_thread(lambda: rows.append(grown(lambda: torch.mm(x, x))))
     assert rows[0] <= room_bytes + 2**20

@@ -24,11 +24,12 @@ from baechi.probing.link_probe import (
     handover,
     lane_ns,
 )
-from baechi.records.cluster import HOST, Cluster, Device, Link
+from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
     blas_bytes,
     device_kind,
     hardware,
+    is_allocator_native,
     torch_device,
     usable_gpus,
 )
@@ -146,6 +147,8 @@ def _links(
         if not hosted[j]:
             return found
         crosses = src.type == "cuda" and src != dst
+        if not crosses and not is_allocator_native():  # no lanes run there
+            return replace(found, overhead_ns=HANDOVER_NS)
         pair = (str(src), str(dst)) if crosses else (f"{dst}/a", f"{dst}/b")
         return replace(found, overhead_ns=_handover(pair, anew=anew).overhead_ns)
 

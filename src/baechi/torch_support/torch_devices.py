@@ -138,6 +138,11 @@ def cache_bytes(device: torch.device) -> int:
     return max(sizes, default=_USUAL_CACHE_BYTES)
 
 
+def is_allocator_native() -> bool:
+    """True if the memory of GPUs is of torch's own allocator, or there are none."""
+    return not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
+
+
 def blas_bytes(major: int, setting: str) -> int:
     """Bytes that cuBLAS keeps for every stream and every host thread that launches on it.
 

@@ -21,6 +21,7 @@ from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
+from baechi.torch_support.torch_devices import is_allocator_native
 from baechi.tracing.fx_nodes import op_name, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import Observer
@@ -94,7 +95,7 @@ def check_wish(wish: CudaGraphs, places: Sequence[torch.device], batches: int = 
             several micro-batches.
     """
     crowded = [str(place) for place, n in Counter(places).items() if n > 1 and place.type == "cuda"]
-    if crowded and not _is_allocator_native():
+    if crowded and not is_allocator_native():
         raise InputError(
             f"{', '.join(crowded)} has several logical devices, whose streams share memory as "
             f"torch's own allocator orders it, not {torch.cuda.get_allocator_backend()}. Give one "
@@ -135,7 +136,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
     """
     if not on_cuda:
         return f"a {code.place.type} device has no CUDA graphs"
-    if code.place.type == "cuda" and not _is_allocator_native():
+    if code.place.type == "cuda" and not is_allocator_native():
         # One capture at a time in a process, in no pool (c10/cuda/CUDAMallocAsyncAllocator.cpp).
         return f"captures share no memory with {torch.cuda.get_allocator_backend()}"
     if code.written:
@@ -162,10 +163,6 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         if reason:
             return f"{op_name(node)} {reason}"
     return ""
-
-
-def _is_allocator_native() -> bool:
-    return not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
 
 
 def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rule each)
