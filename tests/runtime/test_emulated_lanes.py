@@ -1,12 +1,10 @@
 """Lanes of a GPU, on the CPU: no kernel and no allocator comes before a wait that it needs."""
 
-import contextlib
 import copy
 import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors import cuda_streams
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor, HeldStorages
+from baechi.torch_support import streams
 
 CASES = [
     *(
@@ -290,28 +289,27 @@ def test_only_gpus_in_use_are_asked_whether_the_caller_captures(
     """Whoever asks of another begins to use that; and the capture may be on any of them."""
     model, x = Chains(), torch.randn(2, 16)
     placed = at_random(model, (x,), seed=6)
-    current: list[Any] = [None]
-    captured: list[Any] = []
+    asked: list[int] = []
+    seen: list[bool] = []
+    ended = CudaExecutor._ended
 
-    @contextlib.contextmanager
-    def on(gpu: Any) -> Iterator[None]:
-        current.append(gpu)
-        yield
-        current.pop()
+    def exchange(gpu: int) -> int:
+        asked.append(gpu)
+        return 0
 
-    def asked() -> bool:
-        assert isinstance(current[-1], Gpu)
-        return current[-1] in captured
+    def noted(executor: CudaExecutor, run: Any) -> None:
+        seen.append(run.captured)
+        ended(executor, run)
 
     with sanitized(monkeypatch) as sanitizer:
         on_streams(placed, graphs=False)
-        monkeypatch.setattr(torch.cuda, "device", on)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+        monkeypatch.setattr(CudaExecutor, "_ended", noted)
+        monkeypatch.setattr(streams, "exchange_device", exchange)
         placed(x)
-        executor = placed._current._executor
-        assert not executor._is_captured()
-        captured.append(Gpu())
-        assert executor._is_captured()
+        monkeypatch.setattr(streams, "is_current_captured", lambda: True)
+        placed(x)
+    assert set(asked) == {Gpu.index}
+    assert seen == [False, True]
     assert not sanitizer.found
 
 

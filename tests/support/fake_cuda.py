@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.runtime.executors.cuda_streams import shared_stream
+from baechi.torch_support import streams
 
 _CPU = torch.device("cpu")
 # What they are given tells a shape alone.
@@ -52,7 +52,8 @@ class Stream:
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
-        self.number = next(self._numbers)
+        self.device_index, self.device_type = 0, 1
+        self.stream_id = self.number = next(self._numbers)
         self.clock: dict[int, int] = {}
         self.free: list[tuple[int, int]] = []  # the last uses of memory that may be taken again
 
@@ -172,26 +173,31 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
     """Inside the block `torch.cuda` has these streams and events."""
     sanitizer = Sanitizer()
+    known = weakref.WeakValueDictionary({sanitizer.current.stream_id: sanitizer.current})
 
-    @contextlib.contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        before, sanitizer.current = sanitizer.current, stream
-        try:
-            yield
-        finally:
-            sanitizer.current = before
+    def made(device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG001
+        stream = Stream(device)
+        known[stream.stream_id] = stream
+        return stream
 
-    shared_stream.cache_clear()
+    def make_current(stream_id: int, _: int, __: int) -> None:
+        sanitizer.current = known[stream_id]
+
+    streams.shared_stream.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Stream", made)
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: sanitizer.current)
-        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(streams, "_known", {})
+        patch.setattr(streams, "_events", streams._Events())
+        patch.setattr(streams, "current_stream_key", lambda _: (sanitizer.current.stream_id, 0, 1))
+        patch.setattr(streams, "set_stream", make_current)
+        patch.setattr(streams, "exchange_device", lambda _: 0)
+        patch.setattr(streams, "restore_device", lambda _: 0)
+        patch.setattr(streams, "is_current_captured", lambda: False)
         with sanitizer:
             yield sanitizer
-    shared_stream.cache_clear()
+    streams.shared_stream.cache_clear()
 
 
 def driver_too_old(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> None:

@@ -20,6 +20,7 @@ from baechi.runtime.autograd.step import OutputFunction, Step, Totals
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.rank_slice import RankExecutor
+from baechi.torch_support.streams import current_stream
 from baechi.torch_support.torch_internals import (
     GRADIENT_HOOKS,
     gradient_hooks,
@@ -74,7 +75,7 @@ class Leaves:
 
     def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A token of the parameters' node for a step, and where the step puts it in the end."""
-        streams = [torch.cuda.current_stream(gpu) for gpu in self._gpus]
+        streams = [current_stream(gpu) for gpu in self._gpus]
         if streams != self._streams:
             self._streams, self._free = streams, []
         if not self._free:

@@ -13,6 +13,7 @@ import torch
 
 from baechi.errors import InputError
 from baechi.records.cluster import Cluster
+from baechi.torch_support.torch_internals import kernel_settings
 from baechi.units import parse_bytes
 
 # Where the system does not report it: the least that server processors have.
@@ -179,15 +180,7 @@ def fp32_precisions() -> dict[str, str]:
 
 def kernel_choices() -> tuple[Any, ...]:
     """The settings by which torch chooses among kernels of an operator, precisions included."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),  # type: ignore[no-untyped-call]
-        (cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),  # type: ignore[no-untyped-call]
-        tuple(fp32_precisions().items()),
-    )
+    return tuple([read() for read in kernel_settings])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
 from traceback import FrameSummary, StackSummary
@@ -277,7 +277,32 @@ def keeping_graphs(**settings: bool) -> AbstractContextManager[Any]:
     return patch
 
 
-# CUDA.
+# CUDA: what `torch.cuda`'s functions of a stream come down to. A build without CUDA has none of it.
+
+# What tells the current stream of a GPU, by its index, from others; and what makes one current, and
+# its GPU, given that.
+current_stream_key: Final[Any] = getattr(torch._C, "_cuda_getCurrentStream", None)
+set_stream: Final[Any] = getattr(torch._C, "_cuda_setStream", None)
+# Make a GPU the current one, given its index, and return the one before; the second does not begin
+# to use a GPU for that.
+exchange_device: Final[Any] = getattr(torch._C, "_cuda_exchangeDevice", None)
+restore_device: Final[Any] = getattr(torch._C, "_cuda_maybeExchangeDevice", None)
+is_current_captured: Final[Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+# Each reads one of the settings by which torch chooses among kernels of an operator, without the
+# objects that `torch.backends` has around it.
+_PRECISIONS: Final = tuple((b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
+kernel_settings: Final[tuple[Callable[[], Any], ...]] = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    *(partial(torch._C._get_fp32_precision_getter, *row) for row in _PRECISIONS),
+)
 
 
 def abandon_pool(device: int, pool: Any) -> None:

@@ -210,6 +210,9 @@ class Structure:
 
         Other objects are new ones of their classes, whose `__init__` does not run.
         """
+        first = self.leaves[0] if len(self.leaves) == 1 else None
+        if type(first) is _Slot and self.spec.is_leaf():
+            return tensors[first.index]
         return self._fill(tensors, list(objects))
 
     def _fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:

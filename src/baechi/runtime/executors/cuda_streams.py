@@ -14,9 +14,9 @@ import itertools
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -35,6 +35,13 @@ from baechi.torch_support.storages import (
     laid_out,
     once,
     spanned,
+)
+from baechi.torch_support.streams import (
+    current_stream,
+    is_captured,
+    join,
+    on_stream,
+    shared_stream,
 )
 from baechi.torch_support.torch_internals import backward_id, copy_each
 
@@ -65,7 +72,9 @@ class HeldStorages:
         return len(self._strong)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return any(key in self._strong for key in distinct_storages([tensor]))
+        return bool(self._strong) and any(
+            key in self._strong for key in distinct_storages([tensor])
+        )
 
     def turn(self, device: int, stream: torch.cuda.Stream) -> None:
         """Note what the turns of a device until now were the last to read."""
@@ -110,9 +119,24 @@ class _StepRun:
     callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
     own: Streams  # those of all other lanes
     graphs: Graphs | None = None  # the tapes as CUDA graphs, if the step is replayed
+    captured: bool = False  # whether the caller captures a graph, which cannot wait for others
     events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)  # of inputs that come
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """An instruction where its phase launches it, with what is the same in every step."""
+
+    row: Instruction
+    lane: int
+    here: tuple[int, int]  # its lane, and its place there
+    device: int  # of the lane
+    bound: Any  # a run's segment, a copy's moves, or what a free lets go of
+    awaits: Event | None  # what a wait waits for, if the host or a stream has to
+    awaited: Event | None  # its own, if others wait for it
 
 
 @final
@@ -181,7 +205,35 @@ class CudaExecutor:
             if isinstance(row, Wait)
             and (self._own[row.lane] is not None or self._place(row.lane).type == "cuda")
         ]
+        self._launches = [self._launches_of(phase) for phase in range(len(program.phases))]
         self._spare: list[Events] = []  # of no step that runs
+        self._lane_places = [self._place(lane) for lane in range(len(program.lanes))]
+        self._callers_alone: Streams = [None] * len(program.lanes)
+
+    def _launches_of(self, phase: int) -> list[_Launch]:
+        """The instructions of a phase, in the program's order."""
+        rows, bound, awaited = self._program.phases[phase], self.bound, set(self._awaited)
+        position = [0] * len(rows.lanes)
+        found = []
+        for lane in rows.launch:
+            here = (lane, position[lane])
+            row = rows.lanes[lane][position[lane]]
+            position[lane] += 1
+            ready: Any = None
+            waits = (phase, row.lane, row.position) if isinstance(row, Wait) else None
+            if isinstance(row, Run):
+                ready = rows.segments[row.segment]
+            elif isinstance(row, Copy):
+                ready = bound.copies[phase][Place(row.tensor, row.dst)]
+            elif isinstance(row, Free):
+                ready = bound.frees[phase][Place(row.tensor, row.device)]
+            own = (phase, *here)
+            device = self._program.lanes[lane].device
+            awaits = waits if waits in awaited else None
+            found.append(
+                _Launch(row, lane, here, device, ready, awaits, own if own in awaited else None)
+            )
+        return found
 
     @cached_property
     def _inside(self) -> Streams:
@@ -209,9 +261,11 @@ class CudaExecutor:
             ExecutionError: An operator failed.
         """
         step = steps[0]
-        with self._turn(step) as (alone, events):
-            run: _StepRun = self._begun(steps, alone) if phase == 0 else step.own
-            run.events = events
+        alone, events = self._turn(step)
+        try:
+            captured = any(map(is_captured, self._gpus))
+            run: _StepRun = self._begun(steps, alone, captured) if phase == 0 else step.own
+            run.captured, run.events = captured, events
             run.held.wake()
             gradients = itertools.chain.from_iterable(each.grads for each in steps)
             for gradient in gradients if self._shared else ():
@@ -232,6 +286,8 @@ class CudaExecutor:
             if ended and self._graphs is not None and not step.keep:
                 self._graphs.end(step)
             run.held.rest()
+        finally:
+            self._turned(step, alone, events)
 
     def _launch_all(
         self, steps: Sequence[Step], phase: int, whole: GraphedTape | None = None
@@ -242,13 +298,14 @@ class CudaExecutor:
         """
         step = steps[0]
         run: _StepRun = step.own
-        lanes = run.own if whole is None else [None] * len(run.own)
+        lanes = run.own if whole is None else self._callers_alone
         streams = [
-            run.callers.get(self._place(lane)) if own is None else own
-            for lane, own in enumerate(lanes)
+            run.callers.get(place) if own is None else own
+            for place, own in zip(self._lane_places, lanes, strict=True)
         ]
         others = [*filter(None, lanes), *self._out.values()] if whole is None else []
-        with self._fenced(run, others):
+        every = self._fence(run, others)
+        try:
             # Inputs of several micro-batches come one after another, which takes less memory.
             ahead = phase == 0 and len(steps) == 1
             pinned = self._fetch(step, run, streams) if ahead else ()
@@ -256,46 +313,50 @@ class CudaExecutor:
                 self._launch_each(steps, phase, streams)
             else:
                 for arrival in run.arrivals.values():
-                    torch.cuda.current_stream(self._gpus[0]).wait_event(arrival)
+                    current_stream(self._gpus[0]).wait_event(arrival)
                 (whole.backward if phase else whole.forward)(step)
             step.fetched.clear()
             # What came from pinned memory is over by now: it began first, and the caller may write.
             for event in (*pinned, *(lane.record_event() for lane in self._landing)):
                 event.synchronize()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
+                join(every, every)
+            run.held.rest()  # the error may outlive this, and its traceback has the step
+            raise
+        join(every, every)
 
     def _launch_each(self, steps: Sequence[Step], phase: int, streams: Streams) -> None:
         """The instructions of a phase, in the program's order."""
         run: _StepRun = steps[0].own
-        rows = self._program.phases[phase]
-        position = [0] * len(rows.lanes)
         flights = None if run.graphs is None else run.graphs.flights
         ends: dict[int, list[torch.cuda.Event]] = defaultdict(list)  # of batches in their slots
-        for lane in rows.launch:
-            here, stream = (lane, position[lane]), streams[lane]
+        for each in self._launches[phase]:
+            here, stream = each.here, streams[each.lane]
             if flights is not None and stream is not None and here in flights.after:
                 for event in ends[flights.after[here]]:
                     stream.wait_event(event)
-            self._launch(steps, phase, rows.lanes[lane][position[lane]], lane, streams)
+            self._launch(steps, phase, each, streams)
             if flights is not None and stream is not None and here in flights.last:
                 ends[flights.last[here]].append(stream.record_event())
-            awaited = run.events.get((phase, *here))
-            if awaited is not None:
-                awaited.record(stream)
-            position[lane] += 1
+            if each.awaited is not None:
+                run.events[each.awaited].record(stream)
 
     def _together(self, step: Step, phase: int) -> None:
         """Launch a phase to be captured; or eagerly, where that fails."""
-        with self._turn(step) as (_, events):
+        alone, events = self._turn(step)
+        try:
             if step.own is None:
                 step.own = _StepRun(self._current(), self._inside)
             run: _StepRun = step.own
-            run.events = events
+            run.captured, run.events = any(map(is_captured, self._gpus)), events
             run.held.wake()
             self._launch_all([step], phase)
             run.held.rest()
+        finally:
+            self._turned(step, alone, events)
 
-    @contextlib.contextmanager
-    def _turn(self, step: Step) -> Iterator[tuple[bool, Events]]:
+    def _turn(self, step: Step) -> tuple[bool, Events]:
         """Whether no other thread runs a step, and events that no other step uses meanwhile.
 
         Who runs a step waits in it for the threads of autograd of other GPUs. If one of these
@@ -307,17 +368,17 @@ class CudaExecutor:
             events = self._spare.pop()
         except IndexError:
             events = {key: torch.cuda.Event() for key in self._awaited}  # type: ignore[no-untyped-call]
-        try:
-            yield alone, events
-        finally:
-            self._spare.append(events)
-            self._running.remove(step)
-            if alone:
-                self._busy.release()
+        return alone, events
 
-    def _begun(self, steps: Sequence[Step], alone: bool) -> _StepRun:
+    def _turned(self, step: Step, alone: bool, events: Events) -> None:
+        """The end of a turn, in which others may begin."""
+        self._spare.append(events)
+        self._running.remove(step)
+        if alone:
+            self._busy.release()
+
+    def _begun(self, steps: Sequence[Step], alone: bool, captured: bool) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
-        captured = self._is_captured()
         may = alone and not captured
         replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
         own = self._inside if captured else self._own
@@ -329,22 +390,15 @@ class CudaExecutor:
             step.apart = step.apart or bool(self._gpus)
         return run
 
-    def _is_captured(self) -> bool:
-        """True if the caller captures a graph, which cannot wait for outside events."""
-        for gpu in self._gpus:  # of no other, since who asks begins to use it
-            with torch.cuda.device(gpu):
-                if torch.cuda.is_current_stream_capturing():
-                    return True
-        return False
-
     def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next."""
-        if self._is_captured():
+        if run.captured:
             return
         if run.graphs is not None or self._lanes:
             for gpu in self._gpus:
-                end = self._ends.setdefault(gpu, torch.cuda.Event())  # type: ignore[no-untyped-call]
-                end.record(torch.cuda.current_stream(gpu))
+                if gpu not in self._ends:
+                    self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._ends[gpu].record(current_stream(gpu))
         if len(self._running) > 1 and self._gpus:  # others have begun: their lanes wait here
             join(callers := self._callers(run), [*callers, *self._lanes])
 
@@ -363,46 +417,46 @@ class CudaExecutor:
                 is_here = tensor.device == code.place
                 if reader is None or is_here or tensor.layout is not torch.strided:
                     continue
-                with torch.cuda.stream(reader):
+                with on_stream(reader):
                     room = torch.empty_like(tensor, device=code.place, requires_grad=False)
                 copying = copies.get(code.device, reader)
                 if copying != reader:
                     copying.wait_stream(reader)
-                with _on(self._out.get(tensor.device)), torch.cuda.stream(copying):
+                with on_stream(self._out.get(tensor.device)), on_stream(copying):
                     room.copy_(tensor.detach(), non_blocking=True)
                     run.arrivals[index] = event = copying.record_event()
                 step.fetched[index] = room
-                if not tensor.is_cuda and tensor.is_pinned() and not self._is_captured():
+                if not tensor.is_cuda and tensor.is_pinned() and not run.captured:
                     pinned.append(event)
         return pinned
 
-    def _launch(
-        self, steps: Sequence[Step], phase: int, row: Instruction, lane: int, streams: Streams
-    ) -> None:
-        stream = streams[lane]
-        step = steps[0 if isinstance(row, Wait) else row.batch]
+    def _launch(self, steps: Sequence[Step], phase: int, each: _Launch, streams: Streams) -> None:
+        row, stream = each.row, streams[each.lane]
         if isinstance(row, Wait):
-            event = step.own.events.get((phase, row.lane, row.position))
-            if event is not None and stream is None:
+            if each.awaits is None:
+                return
+            event = steps[0].own.events[each.awaits]
+            if stream is None:
                 event.synchronize()
-            elif event is not None and stream is not None:
+            else:
                 stream.wait_event(event)
-        elif isinstance(row, Free):
-            self.bound.frees[phase][Place(row.tensor, row.device)].clear(step)
-        else:
-            held = step.own.held if len(steps) > 1 and stream is not None else None
-            with _on(stream), step.counting(self._program.lanes[lane].device):
-                if isinstance(row, Run):
-                    if held is not None:
-                        held.turn(self._program.lanes[lane].device, stream)
-                    self._run_tapes(step, self._program.phases[phase].segments[row.segment])
-                else:
-                    moves = self.bound.copies[phase][Place(row.tensor, row.dst)]
-                    made = step.meter is not None or self._places[row.src] != self._places[row.dst]
-                    if held is not None:
-                        held.drop(row.dst, stream)
-                    send = partial(self._send, step, row, streams, phase)
-                    move(step, moves, send, together=made)
+            return
+        step = steps[row.batch]
+        if isinstance(row, Free):
+            each.bound.clear(step)
+            return
+        held = step.own.held if len(steps) > 1 and stream is not None else None
+        with on_stream(stream), step.counting(each.device):
+            if isinstance(row, Run):
+                if held is not None:
+                    held.turn(each.device, stream)
+                self._run_tapes(step, each.bound)
+            else:
+                made = step.meter is not None or self._places[row.src] != self._places[row.dst]
+                if held is not None:
+                    held.drop(row.dst, stream)
+                send = partial(self._send, step, row, streams, phase)
+                move(step, each.bound, send, together=made)
 
     def _run_tapes(self, step: Step, segment: Segment) -> None:
         graphs, arrivals = step.own.graphs, step.own.arrivals
@@ -411,7 +465,7 @@ class CudaExecutor:
             tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
             code = self.bound.tapes[index]
             for event in () if backward else filter(None, map(arrivals.get, code.inputs)):
-                torch.cuda.current_stream(code.place).wait_event(event)
+                current_stream(code.place).wait_event(event)
             if segment.again:
                 tape.recompute(step)
             elif segment.backward:
@@ -462,8 +516,8 @@ class CudaExecutor:
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
             # no stream that computes.
             out = self._out[tensor.device]
-            with torch.cuda.stream(out):
-                out.wait_stream(torch.cuda.current_stream(place))
+            with on_stream(out):
+                out.wait_stream(current_stream(place))
                 if tensor.layout is torch.strided:
                     part = once(tensor)
                     room, moved = room_of(part, tensors, place, key, statics)
@@ -484,21 +538,28 @@ class CudaExecutor:
         pinned = torch.empty_like(part, device="cpu", pin_memory=True)
         if not part.is_cuda:
             return pinned.copy_(part).to(place, non_blocking=True)
-        lane = torch.cuda.current_stream(self._gpus[0])
+        lane = current_stream(self._gpus[0])
         source = self._out.get(part.device, lane)
         join([lane], [source])
-        with torch.cuda.stream(source):
+        with on_stream(source):
             pinned.copy_(part, non_blocking=True)
         join([source], [lane])
         return pinned
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
-        if run.graphs is not None or self._gpus:
-            with torch.no_grad():
-                step.results = pytree.tree_map_only(
-                    torch.Tensor, lambda t: t.clone() if self._is_ours(t, run) else t, step.results
-                )
+        if run.graphs is None and not (self._shared or run.held):
+            return
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone() if self._is_ours(tensor, run) else tensor
+
+        step.results = [
+            given(value)
+            if isinstance(value, torch.Tensor)
+            else pytree.tree_map_only(torch.Tensor, given, value)
+            for value in step.results
+        ]
 
     def _give_gradients(self, step: Step, run: _StepRun) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
@@ -511,7 +572,7 @@ class CudaExecutor:
             if gradient is not None and self._is_ours(gradient, run):
                 by_place[gradient.device][slot] = gradient
         for place, gradients in by_place.items():
-            with _on(run.callers.get(place)):
+            with on_stream(run.callers.get(place)):
                 fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
                 copy_each(fresh, list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
@@ -524,35 +585,27 @@ class CudaExecutor:
         return run.graphs is not None or tensor.device in self._shared or tensor in run.held
 
     def _current(self) -> dict[torch.device, torch.cuda.Stream]:
-        return {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
+        return {gpu: current_stream(gpu) for gpu in self._gpus}
 
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
         """The streams of this call's caller and of the forward's."""
-        return list(dict.fromkeys((*self._current().values(), *run.callers.values())))
+        now = self._current()
+        if now == run.callers:
+            return list(now.values())
+        return list(dict.fromkeys((*now.values(), *run.callers.values())))
 
-    @contextlib.contextmanager
-    def _fenced(self, run: _StepRun, lanes: Iterable[torch.cuda.Stream]) -> Iterator[None]:
-        """Every lane begins after the caller's streams, and at the end all wait for all.
+    def _fence(self, run: _StepRun, lanes: Iterable[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Let every lane begin after the caller's streams; all that wait for all at the end.
 
         Autograd calls from a thread of its own, with current streams of its own; and it waits for
         what a node gives on the node's stream alone, though that may be on several GPUs.
         """
-        if not self._gpus:
-            yield
-            return
-        for gpu, event in () if self._is_captured() else self._ends.items():
-            torch.cuda.current_stream(gpu).wait_event(event)
+        for gpu, event in () if run.captured else self._ends.items():
+            current_stream(gpu).wait_event(event)
         callers = self._callers(run)
         every = [*callers, *lanes]
         join(callers, every)
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
-                join(every, every)
-            run.held.rest()  # the error may outlive this, and its traceback has the step
-            raise
-        join(every, every)
+        return every
 
 
 def room_of(
@@ -612,34 +665,7 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
         step.grads[dst] = None if gradient is None else send(next(number), [gradient])[0]
 
 
-def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]) -> None:
-    """Let every stream of `waiting` go on after all that is launched on those of `done`.
-
-    One of them waits for all that are done, then all others for it: 2n waits and no n x n.
-    """
-    first, *others = dict.fromkeys(done)
-    for stream in others:
-        first.wait_stream(stream)
-    for stream in dict.fromkeys(waiting):
-        if stream != first:
-            stream.wait_stream(first)
-
-
 def _warn_again(unwarned: Iterable[CudaExecutor]) -> None:
     """Switch torch's warning of streams on, as it is by default, if no executor is left."""
     if not any(True for _ in unwarned):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
-
-
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-@cache
-def shared_stream(gpu: torch.device, number: int) -> torch.cuda.Stream:  # noqa: ARG001
-    """One for all plans of a process: torch hands out 32 in turn, which a few plans would use up.
-
-    What another plan does there comes before or after, as in any stream; no capture is on it.
-    """
-    stream: torch.cuda.Stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
-    return stream
