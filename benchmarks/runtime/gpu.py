@@ -5,14 +5,14 @@ time of the unsplit eager model, and that of everything else as its ratio to one
 whole model, launched on one stream: below 1 is faster. That graph has what a placed model has, too:
 the input is copied to where the graph reads it, and the output to the caller; the graph alone is
 beside it. `--training` takes whole steps, forward and backward, instead of inferences. It needs a
-CUDA device; nothing here has been run on one yet, so no document cites a figure of it.
+CUDA device.
 
 All sides take turns and are timed by events on the caller's stream: a step behind a
 synchronization, so that the time has what the host takes of it, and then ten steps in a row, which
-overlap with their launches. How the models are split is what `baechi.solve` says for operators
-measured on that GPU; `lanes` are those that compute. Opara reports up to 1.68x of a sequential
-graph (https://arxiv.org/abs/2312.10351), Nimble up to 1.9x from streams alone
-(https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
+overlap with their launches. Lanes are what `baechi.place` makes of so many, as CUDA graphs, by
+costs measured on that many, and without its comparison with one lane (`guard=False`). Opara reports
+up to 1.68x of a sequential graph (https://arxiv.org/abs/2312.10351), Nimble up to 1.9x from streams
+alone (https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
 """
 
 import copy
@@ -94,9 +94,6 @@ def measured(
     model, x = models[name](batch)
     model, x = model.to(_PLACE).train(training), x.to(_PLACE)
     with nullcontext() if training else torch.no_grad():
-        traced = baechi.trace(model, (x,))
-        profile = baechi.profile(traced, _PLACE, progress=False)
-        graph = traced.graph(profile, training=training)
         modules: list[baechi.PlacedModule] = []
         steps = {
             "eager": _step(model, x, training),
@@ -104,17 +101,20 @@ def measured(
             "one graph alone": _one_graph(model, x, training, copies=False),
         }
         for n in lanes:
-            cluster = baechi.probe([f"{_PLACE}/{lane}" for lane in range(n)])
-            placement = baechi.solve(graph, cluster, placer if n > 1 else "single")
-            for wish, title in ((False, "lanes"), ("auto", "lanes as graphs")):
-                placed = baechi.apply(
-                    *(baechi.trace(copy.deepcopy(model), (x,)), placement),
-                    **{"graph": graph, "cluster": cluster, "cuda_graphs": wish},
-                )
-                modules.append(placed)
-                used = len(set(placement.devices))
-                name = f"{n} {title}" + (f" ({used} used)" if used < n else "")
-                steps[name] = _step(placed, x, training)
+            placed = baechi.place(
+                copy.deepcopy(model),
+                [f"{_PLACE}/{lane}" for lane in range(n)],
+                placer=placer if n > 1 else "single",
+                example_args=(x,),
+                training=training,
+                guard=False,
+                progress=False,
+            )
+            modules.append(placed)
+            used = len(set(placed.placement.devices))
+            steps[f"{n} lanes" + (f" ({used} used)" if used < n else "")] = _step(
+                placed, x, training
+            )
         alone = dict(zip(steps, _in_turns(list(steps.values()), rounds, 1), strict=True))
         in_a_row = _in_turns(list(steps.values()), max(rounds // 10, 2), 10)
     for module in modules:

@@ -20,7 +20,8 @@ from baechi.runtime.autograd.binding import bind
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors import cuda_streams
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
-from baechi.runtime.executors.cuda_streams import CudaExecutor, HeldStorages
+from baechi.runtime.executors.cuda_streams import CudaExecutor
+from baechi.runtime.executors.held_storages import HeldStorages
 from baechi.torch_support import streams
 
 CASES = [

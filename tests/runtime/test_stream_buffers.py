@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import baechi
-from baechi.runtime.executors.cuda_streams import HeldStorages
+from baechi.runtime.executors.held_storages import HeldStorages
 
 
 def test_what_is_held_lives_and_then_rests_with_its_owner() -> None:
