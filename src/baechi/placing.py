@@ -25,7 +25,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.searching import placer_of
 from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
-from baechi.probing.cluster_probe import probe
+from baechi.probing.cluster_probe import entry_ns, probe
 from baechi.probing.link_probe import graph_launch_ns
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
@@ -63,7 +63,13 @@ from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
 from baechi.torch_support.graph_capture import no_collections
-from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device, with_kinds
+from baechi.torch_support.torch_devices import (
+    device_kind,
+    gpus_of,
+    is_allocator_native,
+    torch_device,
+    with_kinds,
+)
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
@@ -209,9 +215,9 @@ def place(
     if placer == "auto" and guard and unmeasured and gpus and len(set(places)) == 1:
         placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
     check_wish(cuda_graphs, places)
+    probed = gpus[:1] if cuda_graphs is not False and not isinstance(devices, Cluster) else []
     if cuda_graphs is not False:
-        measured = map(graph_launch_ns, gpus[:1] if not isinstance(devices, Cluster) else ())
-        cluster = tape_links(cluster, places, *measured, whole=cutting.n == 1)
+        cluster = tape_links(cluster, places, *map(graph_launch_ns, probed), whole=cutting.n == 1)
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
     say = _say if progress and (world is None or world.rank == 0) else lambda _: None
     planner = _Planner(
@@ -229,6 +235,7 @@ def place(
         guard=guard and placer == "auto" and objective == "step" and world is None,
         compile=compile,
         cuda_graphs=cuda_graphs,
+        entry_ns=_entry_ns(places, probed, cutting.n),
         checkpoint=checkpoint,
         traces=CallTraces(dynamic, say),
         say=say,
@@ -295,6 +302,7 @@ class _Planner:
     guard: bool
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
+    entry_ns: tuple[int, int]  # the host's, of phases that are a CUDA graph each
     checkpoint: Checkpoint
     weights: Weights | None
     microbatches: int
@@ -592,7 +600,8 @@ class _Planner:
 
         If that does not fit, those without optimizer state may move.
         """
-        profiles = [tape_costs(row) for row in profiles] if self.cuda_graphs else profiles
+        if self.cuda_graphs:
+            profiles = [tape_costs(row, self.entry_ns) for row in profiles]
         limited = memory_target(self.checkpoint) is not None
 
         def graph_of(checkpoint: Any) -> OpGraph:
@@ -712,6 +721,14 @@ class _Planner:
             if place.type == "cuda":
                 most[kind] = max(most[kind], self.places.count(place))
         return most
+
+
+def _entry_ns(
+    places: Sequence[torch.device], probed: Sequence[torch.device], batches: int
+) -> tuple[int, int]:
+    """The host's time to enter a forward and a backward, measured where each is one CUDA graph."""
+    whole = batches == 1 and set(places) == set(probed) and is_allocator_native()
+    return entry_ns(*probed) if whole else (0, 0)
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from fake_cuda import driver_too_old
 import baechi
 from baechi import Link
 from baechi.probing import cluster_probe, link_probe
+from baechi.probing.cluster_probe import entry_ns
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
     SIZES,
@@ -113,7 +114,11 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     link = cluster.links[0][1]
     assert link is not None
     assert 0 < link.overhead_ns < 100_000_000
-    assert 0 < graph_launch_ns(torch.device("cuda:0")) < 10_000_000
+    launch_ns = graph_launch_ns(torch.device("cuda:0"))
+    assert 0 < launch_ns < 10_000_000
+    forward_ns, backward_ns = entry_ns(torch.device("cuda:0"))
+    assert launch_ns < forward_ns < 100_000_000
+    assert launch_ns < backward_ns < 100_000_000
 
 
 def test_without_names_there_is_always_a_device() -> None:

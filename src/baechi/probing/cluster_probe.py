@@ -2,10 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, final
 
 import torch
@@ -23,6 +23,7 @@ from baechi.probing.link_probe import (
     fit_link,
     handover,
     lane_ns,
+    replay_ns,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
@@ -158,22 +159,42 @@ def _links(
 
 @cache
 def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Link:
-    """A hand-over between two logical devices: that in the store of costs, or measured for it."""
+    """A hand-over between two logical devices."""
+
+    def measured() -> tuple[int, int]:
+        link = handover(names)
+        return link.latency_ns, link.overhead_ns
+
+    latency_ns, overhead_ns = _kept(
+        f"a hand-over from {names[0]} to {names[1]}", names, measured, anew=anew
+    )
+    return Link(latency_ns, FREE_BYTES_PER_S, overhead_ns)
+
+
+@cache
+def entry_ns(gpu: torch.device) -> tuple[int, int]:
+    """The host's time for a forward and for its backward on a GPU, each a CUDA graph."""
+    return _kept(f"a replayed step on {gpu}", (str(gpu),), partial(replay_ns, gpu), anew=False)
+
+
+def _kept(
+    what: str, names: Sequence[str], measure: Callable[[], tuple[int, int]], *, anew: bool
+) -> tuple[int, int]:
+    """Two times in the store of costs, measured for it if they are not there, or if `anew`."""
     conditions = Conditions(
         kind=", ".join(device_kind(torch_device(name)) for name in names),
         hardware=", ".join(hardware(torch_device(name)) for name in names),
         threads=1,
         torch=torch.__version__,
-        settings=f"a hand-over from {names[0]} to {names[1]}",
+        settings=what,
         method=1,  # changes with how it is measured
     )
     with ProfileStore() as store:
         known = None if anew else store.find("link", conditions)
         if known is None:
-            link = handover(names)
-            known = Measured(link.latency_ns, link.overhead_ns)
+            known = Measured(*measure())
             store.keep("link", conditions, known)
-    return Link(known.forward_ns, FREE_BYTES_PER_S, known.backward_ns)
+    return known.forward_ns, known.backward_ns
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:

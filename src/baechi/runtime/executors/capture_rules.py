@@ -55,9 +55,19 @@ _MASKS: Final = (torch.bool, torch.uint8)
 GRAPH_LAUNCH_NS: Final = 10_000
 
 
-def tape_costs(profile: Profile) -> Profile:
-    """The costs of operators in CUDA graphs, which take no launch of their own."""
-    costs = (replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs)
+def tape_costs(profile: Profile, entry_ns: tuple[int, int] = (0, 0)) -> Profile:
+    """The costs of operators in CUDA graphs, which take no launch of their own.
+
+    Args:
+        profile: The measured or computed costs.
+        entry_ns: The host's time for a forward and for its backward, before the first operator.
+    """
+    costs = [replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs]
+    if costs:
+        costs[0] = replace(costs[0], forward_launch_ns=entry_ns[0])
+    last = max((op for op, row in enumerate(costs) if row.backward_ns), default=None)
+    if last is not None:
+        costs[last] = replace(costs[last], backward_launch_ns=entry_ns[1])
     return replace(profile, costs=tuple(costs))
 
 
