@@ -91,6 +91,7 @@ _CUDA = {
     "is_current_stream_capturing": lambda: False,
     "current_stream": _Stream,
     "memory_stats": lambda: defaultdict(int),
+    "get_device_capability": lambda _: (9, 0),
     "get_device_properties": lambda _: SimpleNamespace(total_memory=2**34),
     "get_sync_debug_mode": lambda: 0,
     **dict.fromkeys(("device", "graph", "stream"), _inside),
