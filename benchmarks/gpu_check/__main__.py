@@ -2,7 +2,8 @@
 
 `python3 -m benchmarks.gpu_check` (`make gpu-check`) runs the steps of `steps.py`, each in a process
 of its own with a limit of time, so that a crash, a hang or a missing package of one is a row of the
-table and no more. Rows are written as they come:
+table and no more. Those that measure times run alone, others together. Rows are written as they
+come:
 
     benchmarks/results/<date>-gpu-check-<gpu>.jsonl     a row per case, the environment first
     benchmarks/results/<date>-gpu-check-<gpu>.txt       environment, table, ten tracked numbers
@@ -19,12 +20,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.gpu_check.check import cores
 from benchmarks.gpu_check.report import page, unusable
-from benchmarks.gpu_check.run_step import Row, rows_of
+from benchmarks.gpu_check.run_step import Row, rows_of, rows_of_all
 from benchmarks.gpu_check.steps import STEPS, Step
 
 _ROOT = Path(__file__).parents[2]
@@ -46,20 +48,24 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     path = text = None
     kind = "-quick" if wish.quick else "-part" if wish.only else ""
     with tempfile.TemporaryDirectory() as folder:
-        for step in chosen:
+
+        def start(step: Step) -> Iterator[Row | None]:
             left_s = wish.patience * wish.budget - (time.monotonic() - begun)
             limited = replace(step, limit_s=wish.patience * step.limit_s)
-            for row in rows_of(limited, Path(folder), quick=wish.quick, left_s=left_s):
+            return rows_of(limited, Path(folder), quick=wish.quick, left_s=left_s)
+
+        for some in (chosen[:1], chosen[1:]):
+            for row in rows_of_all(some, start, wish.at_once):
                 rows.append(row)
                 _say(time.monotonic() - begun, row)
                 if path is not None:
                     _append(path, [row])
+                    _write_page(path, rows, time.monotonic() - begun)
             if path is None:  # the environment has told the GPU's name
                 path = _path(wish.out, rows, kind)
                 path.unlink(missing_ok=True)
                 _append(path, rows)
-            text = page(rows, time.monotonic() - begun)
-            path.with_suffix(".txt").write_text(text)  # of what there is, whatever ends the run
+            text = _write_page(path, rows, time.monotonic() - begun)
             if unusable(rows):
                 break
     print(text)
@@ -72,6 +78,13 @@ def _path(folder: Path, rows: Sequence[Row], kind: str) -> Path:
     gpu = next((str(row["gpu"]) for row in rows if row.get("gpu")), "none")
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return folder / f"{datetime.date.today()}-gpu-check-{slug}{kind}.jsonl"
+
+
+def _write_page(path: Path, rows: Sequence[Row], seconds: float) -> str:
+    """Of what there is, whatever ends the run."""
+    text = page(rows, seconds)
+    path.with_suffix(".txt").write_text(text)
+    return text
 
 
 def _append(path: Path, rows: Sequence[Row]) -> None:
@@ -97,6 +110,13 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     parser.add_argument(
         "--budget", type=float, default=570.0, metavar="S", help="seconds for all (570)"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=3 if cores() >= 8 else 1,
+        metavar="N",
+        help="steps that run together where they measure no times (3 with 8 cores or more, else 1)",
     )
     parser.add_argument(
         "--patience", type=float, default=1.0, metavar="N", help="N times every limit of time (1)"

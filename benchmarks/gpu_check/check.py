@@ -21,6 +21,21 @@ class Skipped(Exception):  # noqa: N818 (nothing is wrong)
     """A case means nothing on this machine."""
 
 
+class WrongError(AssertionError):
+    """A case is wrong, and these are its figures."""
+
+    def __init__(self, text: str, **figures: Any) -> None:
+        super().__init__(text)
+        self.figures = figures
+
+
+def cores() -> int:
+    """Of the machine, that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @final
 class Check:
     """What a step is given to write its rows with.
@@ -57,6 +72,7 @@ class Check:
             status, error = "missing", str(missing)
         except AssertionError as wrong:
             status, error = "fail", _brief(wrong)
+            found = getattr(wrong, "figures", {})
         except Exception as wrong:
             status, error = "error", f"{type(wrong).__name__}: {_brief(wrong)}"
         rest = {"error": error} if error else {}

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.check import Check
+from benchmarks.gpu_check.check import Check, cores
 
 _PACKAGES = ("baechi", "torch", "triton", "transformers", "accelerate", "pytest", "highspy")
 _SETTINGS = ("CUDA_", "PYTORCH_", "CUBLAS_", "NVIDIA_", "TORCH", "OMP_", "EMULATED_CUDA")
@@ -33,14 +33,17 @@ def _host() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cores": cores,
+        "cores": cores(),
         "versions": versions,
         "commit": _commit(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)},
+        "settings": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and name != "NVIDIA_REQUIRE_CUDA"  # 2,000 characters
+        },
     }
 
 

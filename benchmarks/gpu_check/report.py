@@ -29,6 +29,8 @@ def unusable(rows: Sequence[Row]) -> bool:
 
 def page(rows: Sequence[Row], seconds: float) -> str:
     """The whole page as text."""
+    steps = list(dict.fromkeys(row["step"] for row in rows))  # some run together
+    rows = sorted(rows, key=lambda row: steps.index(row["step"]))
     parts = [*_environment(rows), "", *_table(rows), "", *_counts(rows)]
     if not unusable(rows):
         parts += ["", "Ten tracked numbers", *_tracked(rows)]
@@ -105,7 +107,7 @@ def _tracked(rows: Sequence[Row]) -> list[str]:
 
     errors = [abs(error) for error in figures("prediction", "graphs_error")]
     eager = figures("prediction", "eager_measured_over_predicted")
-    reserved = figures("prediction", "reserved_over_allocated")
+    reserved = figures("prediction", "reserved_over_room")
     ratios = figures("one-graph", "best_lanes_over_one_graph")
     wrong = sum(
         row["status"] not in ("ok", "skip")
@@ -123,7 +125,7 @@ def _tracked(rows: Sequence[Row]) -> list[str]:
         f" 6  prediction as graphs                  {spread(errors)}",
         " 7  eager, measured over predicted        "
         + (f"{min(eager):.2f} to {max(eager):.2f}" if eager else "-"),
-        " 8  reserved over allocated, worst        "
+        " 8  memory held over what is left for it  "
         + (f"{max(reserved):.2f}" if reserved else "-"),
         " 9  lanes over one graph with copies      "
         + (f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"),

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ _POLL_S = 0.1
 _LAST_LINES = 3
 
 
-def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator[Row]:
-    """The rows of a step as they come; one more if it did not end as it should.
+def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator[Row | None]:
+    """The rows of a step as they come; one more if it did not end as it should; None meanwhile.
 
     Args:
         step: What to run.
@@ -62,7 +62,7 @@ def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator
                     ended = True
                 yield from _written(found)
                 if not ended:
-                    time.sleep(_POLL_S)
+                    yield None
         finally:
             _kill(process)
     took_s = time.monotonic() - begun
@@ -74,6 +74,28 @@ def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator
         yield _row(step, "step", "crash", took_s, f"{name}: {last}")
     elif process.returncode:
         yield _row(step, "step", "crash", took_s, f"exit status {process.returncode}: {last}")
+
+
+def rows_of_all(
+    steps: Sequence[Step], start: Callable[[Step], Iterator[Row | None]], at_once: int
+) -> Iterator[Row]:
+    """The rows of steps, so many at once; those that measure times run alone."""
+    waiting, running = list(steps), dict[str, Iterator[Row | None]]()
+    alone = False
+    while waiting or running:
+        while waiting and (
+            not running or not (alone or waiting[0].timed or len(running) == at_once)
+        ):
+            step = waiting.pop(0)
+            running[step.name], alone = start(step), step.timed
+        found = {name: next(rows, "end") for name, rows in running.items()}
+        for name, row in found.items():
+            if row == "end":
+                del running[name]
+            elif row is not None:
+                yield row
+        if found and not any(found.values()):
+            time.sleep(_POLL_S)
 
 
 def _written(file: Any) -> Iterator[Row]:

@@ -1,9 +1,10 @@
 """The steps that are tests of this repository: each test is a row."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.gpu_check.check import Check
+from benchmarks.gpu_check.check import Check, cores
 
 _ROOT = Path(__file__).parents[2]
 _GPU = "tests/runtime/test_gpu.py"
@@ -16,6 +17,7 @@ _OTHERS: Final = (
     *("tests/torch_support/test_torch_internals.py", "tests/traced/test_checkpoint_units.py"),
     "tests/tracing/test_workarounds.py",
 )
+_WORKERS: Final = 3  # processes, where there is pytest-xdist and three such steps have room
 # Of each step: files, the choice of tests, and that of a quick run.
 _CHOICES: Final = {
     "contracts": (["tests/torch_support/test_cuda_contracts.py"], "", ""),
@@ -65,6 +67,8 @@ def run(check: Check) -> None:
     if check.emulated and chosen:
         chosen = f"({chosen}) and not allocator_holds"  # whose matrices are too large for a CPU
     options += ["-k", chosen] if chosen else []
+    if cores() >= 4 * _WORKERS and importlib.util.find_spec("xdist") and not check.quick:
+        options += ["-n", str(_WORKERS)]
     status = pytest.main([*options, *files, f"--rootdir={_ROOT}"], plugins=[_Rows(check)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         check.row("pytest", "error", 0.0, error=f"pytest ended with {status!r}")

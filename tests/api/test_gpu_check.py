@@ -63,7 +63,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, text in code.items():
             (tmp_path / f"step_{name}.py").write_text(text)
         limits = dict.fromkeys(code, 60.0) | {"hang": 4.0}
-        rows = [Step(name, f"step_{name}", limits[name], f"claims {name}") for name in code]
+        rows = [
+            Step(name, f"step_{name}", limits[name], f"claims {name}", timed=name == "timed")
+            for name in code
+        ]
         out = tmp_path / "results"
         status = main([*arguments, "--out", str(out)], rows)
         (file,) = out.glob("*.jsonl")
@@ -126,6 +129,26 @@ def test_the_first_step_ends_the_run_where_no_gpu_can_be_used(run: Any) -> None:
     status, rows, page = run(environment=code, host=GOOD)
     assert (status, shown(rows)) == (1, [("environment", "torch", "fail")])
     assert "no driver" in page
+
+
+TIMED = """
+import time
+def run(check):
+    check.case("begins", lambda: {"at": time.monotonic()})
+    time.sleep(1)
+    check.case("ends", lambda: {"at": time.monotonic()})
+"""
+
+
+def test_steps_run_together_where_they_measure_no_times(run: Any) -> None:
+    code = dict.fromkeys(("a", "timed", "b", "c", "d"), TIMED)
+    _, rows, page = run("--at-once", "2", "--budget", "60", **code)
+    at = {(row["step"], row["case"]): row["at"] for row in rows}
+    assert at["a", "ends"] < at["timed", "begins"] < at["timed", "ends"] < at["b", "begins"]
+    assert at["c", "begins"] < at["b", "ends"]
+    assert at["d", "begins"] > min(at["b", "ends"], at["c", "ends"])
+    shown = [line.split()[0] for line in page.splitlines() if " ok " in line]
+    assert shown[:10] == [step for step in code for _ in range(2)]
 
 
 def test_some_steps_by_name(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,7 @@ def reasons(
         lambda x: functional.embedding(x.argmax(1), torch.ones(4, 2)),
         lambda x: functional.dropout(x.tanh_(), 0.5),
         lambda x: torch.where(x > 0, x, -x).sort().values,
+        lambda x: x / torch.linalg.matrix_norm(x) + torch.linspace(0, 1, 4),
     ],
 )
 def test_most_operators_may_be_captured(function: Any) -> None:
@@ -79,6 +80,8 @@ def test_most_operators_may_be_captured(function: Any) -> None:
         (lambda x: torch.linalg.inv(x[:, :3]), "reads values on the host"),
         (lambda x: torch.linalg.lu_factor(x[:, :3])[0], "reads values on the host"),
         (torch.linalg.svdvals, "reads values on the host"),
+        (lambda x: torch.linalg.matrix_norm(x, "nuc"), "reads values on the host"),
+        (lambda x: torch.linspace(x.sum(), 1, 4), "takes its ends from values"),
         (lambda x: torch.multinomial(x.exp(), 2), "reads values on the host"),
         (lambda x: x if x.isnan().any() else x.relu(), "reads values on the host"),
         (lambda x: x.masked_fill(x > 0, 0)[torch.ones(3, dtype=torch.bool)], "mask"),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,17 +251,51 @@ def test_lanes_of_a_gpu_that_are_not_measured_are_one_lane(guard: bool) -> None:
 def test_plans_share_their_streams_but_those_of_captures() -> None:
     """torch has 32 of a GPU, and gives the first again after the last."""
     x = torch.randn(8, 256, device="cuda:0")
-    owns, captures = [], []
-    for seed in range(3):
-        placed = placed_randomly(Branches().to("cuda:0"), (x,), {}, LANES, seed, cuda_graphs="auto")
-        for _ in range(WARM_UP + 1):
-            step(placed, (x,), {})
-        executor = placed._current._executor
-        owns.append({stream.cuda_stream for stream in executor._own if stream})
-        captures += [stream.cuda_stream for stream in executor._inside if stream]
-    assert owns[0] == owns[1] == owns[2]
+    owns = []
+
+    def placed_thrice() -> tuple[list[int], list[Any]]:
+        captures, alive = [], []
+        for seed in range(3):
+            model = Branches().to("cuda:0")
+            placed = placed_randomly(model, (x,), {}, LANES, seed, cuda_graphs="auto")
+            for _ in range(WARM_UP + 1):
+                step(placed, (x,), {})
+            executor = placed._current._executor
+            owns.append({stream.cuda_stream for stream in executor._own if stream})
+            captures += [stream.cuda_stream for stream in executor._inside if stream]
+            alive.append(placed)
+        return captures, alive
+
+    gc.collect()
+    captures, alive = placed_thrice()
     assert len(set(captures)) == len(captures) >= 6
     assert not owns[0].intersection(captures)
+    del alive
+    for _ in range(3):  # more streams in all than torch has
+        gc.collect()
+        assert set(placed_thrice()[0]) == set(captures)
+    assert all(own == owns[0] for own in owns)
+
+
+def test_nothing_is_held_for_a_model_that_was_unplaced() -> None:
+    """But workspaces of cuBLAS, which must not hold the memory beside them."""
+
+    def train(rows: int) -> int:
+        x = torch.randn(rows, 1024, device="cuda:0")
+        layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU())]
+        model = nn.Sequential(*layers).to("cuda:0")
+        placed = placed_randomly(model, (x,), {}, LANES[:2], 0, cuda_graphs=True, memory="4GiB")
+        for _ in range(WARM_UP + 2):
+            step(placed, (x,), {})
+        placed.unplace()
+        del placed, model, layers, x
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    least = train(8)
+    for _ in range(2):
+        assert train(1024) <= least + 2**22
 
 
 def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> None:

@@ -44,6 +44,8 @@ class _Event:
 
 
 class _Stream:
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
 
@@ -86,8 +88,10 @@ _CUDA = {
     "Stream": _Stream,
     "CUDAGraph": _Graph,
     "_sleep": _spin,
+    "is_current_stream_capturing": lambda: False,
     "current_stream": _Stream,
     "memory_stats": lambda: defaultdict(int),
+    "get_device_capability": lambda _: (9, 0),
     "get_device_properties": lambda _: SimpleNamespace(total_memory=2**34),
     "get_sync_debug_mode": lambda: 0,
     **dict.fromkeys(("device", "graph", "stream"), _inside),

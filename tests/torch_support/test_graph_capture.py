@@ -6,7 +6,7 @@ The rules are those of `create_or_incref_pool` (c10/cuda/CUDACachingAllocator.cp
 
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +14,18 @@ import pytest
 import torch
 
 from baechi.runtime.executors import cuda_graphs
-from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support import graph_capture
+from baechi.torch_support.graph_capture import CudaRecorder, capture_stream
+
+
+class Stream:
+    """One of torch's pool, or another object of that one."""
+
+    count = itertools.count(1)
+
+    def __init__(self, _: Any = None, **options: int) -> None:
+        self.stream_id = options.get("stream_id") or next(self.count)
+        self.device_index = self.device_type = 0
 
 
 class Allocators:
@@ -84,10 +95,12 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
         "synchronize": lambda _: None,
         "empty_cache": mine.empty,
         "stream": lambda _: contextlib.nullcontext(),
-        "Stream": lambda _, **_priority: object(),
+        "Stream": Stream,
     }
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graph_capture, "_SPARE", defaultdict(list))
+    monkeypatch.setattr(graph_capture, "_take_workspaces", lambda *_: None)  # which are a GPU's
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", mine.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", mine.release, raising=False)
     monkeypatch.setattr(CudaRecorder, "_failed", [])
@@ -131,6 +144,21 @@ def test_what_a_lane_captures_is_on_one_stream_and_never_in_one_memory() -> None
     assert first._stream is again._stream
     assert first._stream is not other._stream
     assert len({first._pool, again._pool, other._pool}) == 3
+
+
+@pytest.mark.usefixtures("allocators")
+def test_a_stream_of_captures_is_its_own_and_then_the_next_ones() -> None:
+    """torch has 32, and cuBLAS keeps workspaces for each that was ever used."""
+    gpu, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    first, second = capture_stream(gpu), capture_stream(gpu)
+    known = {first.stream_id, second.stream_id}
+    assert len(known) == 2
+    del first, second
+    assert capture_stream(other).stream_id not in known
+    for _ in range(3):
+        again = [capture_stream(gpu) for _ in range(2)]
+        assert {stream.stream_id for stream in again} == known
+        del again
 
 
 def fails(allocators: Allocators, *, invalid: bool) -> Callable[[], None]:

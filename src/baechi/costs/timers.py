@@ -23,7 +23,7 @@ from typing import Any, Final, final
 
 import torch
 
-from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support.graph_capture import CudaRecorder, capture_stream
 from baechi.torch_support.torch_internals import spin
 from baechi.tracing.pytrees import tensors_in
 
@@ -339,8 +339,8 @@ class CudaTimer:
 
 @cache
 def _captures(device: torch.device) -> torch.cuda.Stream:
-    """The stream for captures, one for all timers: torch never gives a stream back."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    """The stream for captures, one for all timers."""
+    return capture_stream(device)
 
 
 @cache

@@ -39,8 +39,8 @@ from baechi.validation import check_row
 
 # A prediction is of what torch's allocator gives out. It holds more for that: blocks that do not
 # fit what is asked for, and of each stream (a lane's own, of its copies, of its captures) segments
-# small and large (2 and 20 MiB). The share is a guess until hardware confirms it.
-_RESERVED_SHARE: Final = 0.05
+# small and large (2 and 20 MiB). The share is a guess, which held for GPT-2 on an H200.
+RESERVED_SHARE: Final = 0.05
 _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
@@ -240,15 +240,20 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
 def free_bytes(place: torch.device, sharing: int) -> int:
     """Memory that each of so many logical devices on one torch device could get now."""
     if place.type == "cuda":
-        major = torch.cuda.get_device_capability(place)[0]
-        kept = _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        kept += _SEGMENT_BYTES
-        return max(int((1 - _RESERVED_SHARE) * (_free_gpu_bytes(place) // sharing)) - kept, 0)
+        left = int((1 - RESERVED_SHARE) * (_free_gpu_bytes(place) // sharing))
+        return max(left - sum(lane_bytes(place)), 0)
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 // sharing
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+
+
+def lane_bytes(gpu: torch.device) -> tuple[int, int]:
+    """What each logical device on a GPU is left: for cuBLAS, and for segments of its streams."""
+    major = torch.cuda.get_device_capability(gpu)[0]
+    setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    return _WORKSPACES * blas_bytes(major, setting), _SEGMENT_BYTES
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:

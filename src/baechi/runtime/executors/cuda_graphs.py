@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -31,7 +31,7 @@ from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Record, Sizes, Step
 from baechi.runtime.autograd.tape import Output, TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
-from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support.graph_capture import CudaRecorder, capture_stream
 from baechi.torch_support.torch_devices import kernel_choices
 from baechi.torch_support.torch_internals import backward_id
 from baechi.tracing.lowering import TracedModule
@@ -591,13 +591,12 @@ def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder
     While something is captured the allocator gives nothing back, and the eager steps before have
     left as much in its cache as the graphs will take. Those of one logical device, for training and
     for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
-    for each, and a lane replays one graph at a time. Another priority has 32 streams of its own in
-    torch, so that no lane's is among them.
+    for each, and a lane replays one graph at a time.
     """
-    streams = {device: torch.cuda.Stream(gpu, priority=-1) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
+    stream = cache(lambda device: capture_stream(gpus[device]))
 
     def recorder(device: int) -> CudaRecorder:
         torch.cuda.empty_cache()
-        return CudaRecorder(gpus[device], streams[device])
+        return CudaRecorder(gpus[device], stream(device))
 
     return recorder

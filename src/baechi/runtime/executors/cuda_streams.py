@@ -27,6 +27,7 @@ from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_graphs import GraphedTape, Graphs, Statics
 from baechi.runtime.executors.held_storages import HeldStorages
+from baechi.torch_support.graph_capture import capture_stream
 from baechi.torch_support.storages import (
     crossings,
     cut_up,
@@ -177,7 +178,7 @@ class CudaExecutor:
     @cached_property
     def _inside(self) -> Streams:
         """Those of lanes that are captured, which no other thread may use meanwhile."""
-        return [own and torch.cuda.Stream(own.device, priority=-1) for own in self._own]  # type: ignore[no-untyped-call]
+        return [own and capture_stream(own.device) for own in self._own]
 
     def close(self) -> None:
         """Let torch warn of streams again after the last of those for which it does not."""
