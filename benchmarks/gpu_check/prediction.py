@@ -1,8 +1,8 @@
 """The step `prediction`: what is predicted of a step, beside what it takes, in time and in memory.
 
 Each model as users place it (`place`, costs measured): on one lane eagerly, on one lane as CUDA
-graphs, and, where it has branches, on two as graphs. Times: predicted; measured in a row of steps,
-by events around all; of the host, without waiting. Memory of the model: predicted, the most that
+graphs, and, where it has branches, on two as graphs. Times: predicted; measured, of steps alone and
+of a row of them, by events; of the host, without waiting. Memory of the model: predicted, the most that
 the allocator gave out, the most that it held, and how often it had to give back what it held to go
 on. What cuBLAS keeps is in no prediction, so both are compared with the prediction and what `probe`
 leaves beside it, on a GPU where that is all there is: the model fits where neither is above 1.
@@ -108,7 +108,7 @@ def row(
         one = partial(_step, placed, kwargs, training)
         for _ in range(WARM_UP + 2):
             one()
-        measured_ms, host_ms = _measured(one, steps)
+        measured_ms, row_ms, host_ms = _measured(one, steps)
         allocated = torch.cuda.max_memory_allocated() - before
         reserved = torch.cuda.max_memory_reserved() - before - unused
         retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
@@ -125,6 +125,7 @@ def row(
     return {
         "predicted_ms": predicted_ms,
         "measured_ms": measured_ms,
+        "in_a_row_ms": row_ms,
         "host_ms": host_ms,
         **times,
         "lanes": lanes,
@@ -154,8 +155,8 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
     return scalars[0] if scalars else outputs[0].float().square().mean()
 
 
-def _measured(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """Milliseconds of a step: of the device in a row of them, and of the host alone."""
+def _measured(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
+    """Milliseconds of a step: the median of steps alone, in a row of them, and the host's part."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -163,11 +164,15 @@ def _measured(step: Callable[[], object], steps: int) -> tuple[float, float]:
         step()
     end.record()
     end.synchronize()
-    host = []
+    row_ms = begin.elapsed_time(end) / steps
+    host, alone = [], []
     for _ in range(steps):
         torch.cuda.synchronize()
+        begin.record()
         begun = time.perf_counter_ns()
         step()
         host.append(time.perf_counter_ns() - begun)
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / steps, statistics.median(host) / 1e6
+        end.record()
+        end.synchronize()
+        alone.append(begin.elapsed_time(end))
+    return statistics.median(alone), row_ms, statistics.median(host) / 1e6
