@@ -1,11 +1,12 @@
 """The step `prediction`: what is predicted of a step, beside what it takes, in time and in memory.
 
 Each model as users place it (`place`, costs measured): on one lane eagerly, on one lane as CUDA
-graphs, and, where it has branches, on two as graphs. Times: predicted; measured, of steps alone and
-of a row of them, by events; of the host, without waiting. Memory of the model: predicted, the most that
-the allocator gave out, the most that it held, and how often it had to give back what it held to go
-on. What cuBLAS keeps is in no prediction, so both are compared with the prediction and what `probe`
-leaves beside it, on a GPU where that is all there is: the model fits where neither is above 1.
+graphs, and, where it has branches, on two as graphs. Times: predicted; measured by events, of steps
+alone and of a row of them; of the host, without waiting. Memory of the model: predicted, the most
+that the allocator gave out, the most that it held, and how often it had to give back what it held
+to go on. What cuBLAS keeps is in no prediction, so both are compared with the prediction and what
+`probe` leaves beside it, on a GPU where that is all there is: the model fits where neither is above
+1.
 """
 
 import gc
