@@ -159,7 +159,6 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
 
     for name, value in {
         "Event": lambda **_: Event(mine),
-        "Stream": stream,
         "_sleep": mine.sleep,
         "synchronize": mine.synchronize,
         "device": lambda _: contextlib.nullcontext(),
@@ -169,6 +168,7 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(timers, "CudaRecorder", Recorder)
+    monkeypatch.setattr(timers, "capture_stream", stream)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(mine.host))
     monkeypatch.setattr(timers, "time", clock)
     timers._captures.cache_clear()
