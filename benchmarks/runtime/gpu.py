@@ -107,6 +107,7 @@ def measured(
                 placer=placer if n > 1 else "single",
                 example_args=(x,),
                 training=training,
+                cuda_graphs="auto",
                 guard=False,
                 progress=False,
             )

@@ -235,7 +235,7 @@ def place(
         guard=guard and placer == "auto" and objective == "step" and world is None,
         compile=compile,
         cuda_graphs=cuda_graphs,
-        entry_ns=_entry_ns(places, probed, cutting.n),
+        entry_ns=_entry_ns(places, probed, cutting.n, training=training),
         checkpoint=checkpoint,
         traces=CallTraces(dynamic, say),
         say=say,
@@ -302,7 +302,7 @@ class _Planner:
     guard: bool
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
-    entry_ns: tuple[int, int]  # the host's, of phases that are a CUDA graph each
+    entry_ns: tuple[int, int]  # for how long a forward and a backward that are graphs wait
     checkpoint: Checkpoint
     weights: Weights | None
     microbatches: int
@@ -724,11 +724,11 @@ class _Planner:
 
 
 def _entry_ns(
-    places: Sequence[torch.device], probed: Sequence[torch.device], batches: int
+    places: Sequence[torch.device], probed: Sequence[torch.device], batches: int, *, training: bool
 ) -> tuple[int, int]:
-    """The host's time to enter a forward and a backward, measured where each is one CUDA graph."""
+    """For how long a forward and a backward wait for the host, where each is one CUDA graph."""
     whole = batches == 1 and set(places) == set(probed) and is_allocator_native()
-    return entry_ns(*probed) if whole else (0, 0)
+    return entry_ns(*probed, training=training) if whole else (0, 0)
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

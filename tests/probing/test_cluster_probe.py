@@ -1,5 +1,6 @@
 """What a machine has: names, capacities, links."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -113,12 +114,14 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     cluster = baechi.probe(["cuda:0/a", "cuda:0/b"])
     link = cluster.links[0][1]
     assert link is not None
-    assert 0 < link.overhead_ns < 100_000_000
-    launch_ns = graph_launch_ns(torch.device("cuda:0"))
-    assert 0 < launch_ns < 10_000_000
-    forward_ns, backward_ns = entry_ns(torch.device("cuda:0"))
-    assert launch_ns < forward_ns < 100_000_000
-    assert launch_ns < backward_ns < 100_000_000
+    assert 0 <= link.overhead_ns < 100_000_000  # as many cuts as few, beside other work
+    gpu = torch.device("cuda:0")
+    assert 0 < graph_launch_ns(gpu) < 10_000_000
+    inference, step = (entry_ns(gpu, training=training) for training in (False, True))
+    assert all(0 <= ns < 100_000_000 for ns in (*inference, *step))
+    assert inference[1] == 0
+    if "EMULATED_CUDA" not in os.environ:  # where nothing is queued, and no GPU waits
+        assert graph_launch_ns(gpu) < inference[0] < sum(step)
 
 
 def test_without_names_there_is_always_a_device() -> None:

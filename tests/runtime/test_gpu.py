@@ -293,9 +293,9 @@ def test_nothing_is_held_for_a_model_that_was_unplaced() -> None:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    least = train(8)
-    for _ in range(2):
-        assert train(1024) <= least + 2**22
+    least = train(1024)  # fewer rows may need no workspace
+    for rows in (2048, 1024, 2048):
+        assert train(rows) <= least + 2**22
 
 
 def test_compiled_segments_are_not_compiled_anew_when_they_are_captured() -> None:

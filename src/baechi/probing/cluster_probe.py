@@ -44,6 +44,7 @@ RESERVED_SHARE: Final = 0.05
 _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
+_BLAS_LT_BYTES: Final = 2**20  # cuBLASLt's own, which torch 2.11 took beside each on an H200
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -172,9 +173,11 @@ def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Lin
 
 
 @cache
-def entry_ns(gpu: torch.device) -> tuple[int, int]:
-    """The host's time for a forward and for its backward on a GPU, each a CUDA graph."""
-    return _kept(f"a replayed step on {gpu}", (str(gpu),), partial(replay_ns, gpu), anew=False)
+def entry_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
+    """For how long a GPU waits for the host in a forward and in its backward, each a CUDA graph."""
+    what = f"a replayed {'step' if training else 'inference'} on {gpu}"
+    measure = partial(replay_ns, gpu, training=training)
+    return _kept(what, (str(gpu),), measure, anew=False)
 
 
 def _kept(
@@ -253,7 +256,7 @@ def lane_bytes(gpu: torch.device) -> tuple[int, int]:
     """What each logical device on a GPU is left: for cuBLAS, and for segments of its streams."""
     major = torch.cuda.get_device_capability(gpu)[0]
     setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    return _WORKSPACES * blas_bytes(major, setting), _SEGMENT_BYTES
+    return _WORKSPACES * (blas_bytes(major, setting) + _BLAS_LT_BYTES), _SEGMENT_BYTES
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:

@@ -234,33 +234,50 @@ def graph_launch_ns(gpu: torch.device) -> int:
     return reading.launch_ns
 
 
-def replay_ns(gpu: torch.device) -> tuple[int, int]:
-    """The host's time for a forward, and for its backward, that are a CUDA graph each.
+def replay_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
+    """What a forward and its backward, a CUDA graph each, take beside the time of their kernels.
 
-    From the call to what it returns, with nothing waited for: the lower quartiles of a small chain.
+    Both are those of a small chain, between events: on an idle GPU, where it waits for the host,
+    less behind a spin, in which the host has queued all. Without training there is no backward.
     """
     alone = Cluster((Device(f"{gpu}/a", 2**62),), ((None,),))
-    readings = []
     with torch.inference_mode(False), torch.enable_grad():
         traced = _traced_chain(torch.zeros(_ROWS, _WIDTH, requires_grad=True))
         graph, placement = _placement(traced, 1)
         module = apply(traced, placement, graph=graph, cluster=alone, cuda_graphs=True)
-        try:
-            x = torch.zeros(_ROWS, _WIDTH, device=gpu, requires_grad=True)
-            inputs, seed = [x, *module.parameters()], torch.zeros_like(x)
-            for _ in range(WARM_UP + _WARM_UP_STEPS + _STEPS):
-                torch.cuda.synchronize(gpu)
-                begun = time.perf_counter_ns()
-                output = module(x)
-                called = time.perf_counter_ns()
-                torch.cuda.synchronize(gpu)
-                again = time.perf_counter_ns()
-                torch.autograd.grad(output, inputs, seed)
-                readings.append((called - begun, time.perf_counter_ns() - again))
-        finally:
-            module.unplace()
-    columns = zip(*readings[-_STEPS:], strict=True)
-    forward_ns, backward_ns = (int(quantiles(column, n=4)[0]) for column in columns)
+        x = torch.zeros(_ROWS, _WIDTH, device=gpu, requires_grad=training)
+        inputs, seed = [x, *module.parameters()], torch.zeros_like(x)
+
+    def took_ns(run: Callable[[], torch.Tensor], *, queued: bool) -> tuple[float, torch.Tensor]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(gpu)
+        if queued:
+            spin(_QUEUING_CYCLES)
+        begin.record(torch.cuda.current_stream(gpu))
+        made = run()
+        end.record(torch.cuda.current_stream(gpu))
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e6, made
+
+    def step_ns(*, queued: bool) -> tuple[float, float]:
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            forward_ns, output = took_ns(lambda: module(x), queued=queued)
+            if not training:
+                return forward_ns, 0.0
+            backward = partial(torch.autograd.grad, output, inputs, seed)
+            return forward_ns, took_ns(lambda: backward()[0], queued=queued)[0]
+
+    try:
+        for _ in range(WARM_UP + _WARM_UP_STEPS):
+            step_ns(queued=False)
+        idle, queued = (
+            zip(*(step_ns(queued=queued) for _ in range(n)), strict=True)
+            for n, queued in ((_STEPS, False), (_REPEATS, True))
+        )
+        pairs = [(median(a), median(b)) for a, b in zip(idle, queued, strict=True)]
+    finally:
+        module.unplace()
+    forward_ns, backward_ns = (max(round(whole - own), 0) for whole, own in pairs)
     return forward_ns, backward_ns
 
 

@@ -66,7 +66,8 @@ def tape_costs(profile: Profile, entry_ns: tuple[int, int] = (0, 0)) -> Profile:
 
     Args:
         profile: The measured or computed costs.
-        entry_ns: The host's time for a forward and for its backward, before the first operator.
+        entry_ns: For how long the first operator of a forward, and of its backward, waits for the
+            host.
     """
     costs = [replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs]
     if costs:
