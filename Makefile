@@ -106,7 +106,7 @@ gpu-check: $(VENV)/.dev ## Check Baechi on the GPUs of this machine, in ten minu
 gpu-wheels: $(VENV)/.created ## Fetch to wheels/ what a machine without network needs for gpu-check
 	$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
 	  --python-version $(GPU_PYTHON) --dest wheels -c $(LOCKS)/dev.txt \
-	  -r $(LOCKS)/demo.txt -r $(LOCKS)/build.txt iniconfig pluggy pytest
+	  -r $(LOCKS)/demo.txt -r $(LOCKS)/build.txt iniconfig pluggy pytest pytest-xdist execnet
 
 # A second build of the package, with sanitizers, beside the first. Leaks are not looked for: the
 # interpreter itself keeps memory to its end.

@@ -15,8 +15,10 @@ import ctypes
 import itertools
 import re
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.torch_support import streams
+from baechi.torch_support import graph_capture, streams
 
 _CPU = torch.device("cpu")
 # What they are given tells a shape alone.
@@ -188,6 +190,8 @@ def sanitized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         patch.setattr(torch.cuda, "Stream", made)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: sanitizer.current)
+        none: Any = partial(deque, maxlen=0)  # nothing is kept: every stream is a new one
+        patch.setattr(graph_capture, "_SPARE", defaultdict(none))
         patch.setattr(streams, "_known", {})
         patch.setattr(streams, "_events", streams._Events())
         patch.setattr(streams, "current_stream_key", lambda _: (sanitizer.current.stream_id, 0, 1))

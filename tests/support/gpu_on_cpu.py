@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from baechi.torch_support import graph_capture
+
 _MADE_CPU = {
     '"cuda:0"': '"cpu:0"',
     'torch.device("cuda", 0)': 'torch.device("cpu")',
@@ -88,7 +90,6 @@ _CUDA = {
     "Stream": _Stream,
     "CUDAGraph": _Graph,
     "_sleep": _spin,
-    "is_current_stream_capturing": lambda: False,
     "current_stream": _Stream,
     "memory_stats": lambda: defaultdict(int),
     "get_device_capability": lambda _: (9, 0),
@@ -106,6 +107,7 @@ def step_on_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of gpu-check by its whole name, whose devices are the CPU's."""
     for attribute, played in _CUDA.items():
         monkeypatch.setattr(torch.cuda, attribute, played)
+    monkeypatch.setattr(graph_capture, "is_captured", lambda _: False)
     for part in _PARTS:
         monkeypatch.setitem(sys.modules, part, _loaded(part))
         parent, _, short = part.rpartition(".")

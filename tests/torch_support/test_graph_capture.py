@@ -100,6 +100,7 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(graph_capture, "_SPARE", defaultdict(list))
+    monkeypatch.setattr(graph_capture, "is_captured", lambda _: False)
     monkeypatch.setattr(graph_capture, "_take_workspaces", lambda *_: None)  # which are a GPU's
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", mine.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", mine.release, raising=False)

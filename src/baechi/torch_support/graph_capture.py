@@ -15,25 +15,27 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 
+from baechi.torch_support.streams import is_captured
 from baechi.torch_support.torch_internals import abandon_pool
 
-# Of each GPU, streams for captures that nobody has any more.
-_SPARE: Final[dict[torch.device, list[dict[str, int]]]] = defaultdict(list)
+# Streams for captures that nobody has any more, by GPU, of those that compute and of others.
+_SPARE: Final[dict[tuple[torch.device, bool], list[dict[str, int]]]] = defaultdict(list)
 
 
-def capture_stream(gpu: torch.device) -> torch.cuda.Stream:
+def capture_stream(gpu: torch.device, *, computes: bool = True) -> torch.cuda.Stream:
     """A stream that nobody else has for captures as long as it is alive, and then the next.
 
     torch hands out 32 of each priority in turn, and no lane has this one. cuBLAS keeps a workspace
     for each stream and thread, which torch never gives back, nor the block of memory of which it is
     a part: so streams are used again, and have their workspaces before a graph's memory is taken.
     """
-    spare = _SPARE[gpu]
+    spare = _SPARE[gpu, computes]
     try:
         stream: torch.cuda.Stream = torch.cuda.Stream(**spare.pop())  # type: ignore[no-untyped-call]
     except IndexError:
         stream = torch.cuda.Stream(gpu, priority=-1)  # type: ignore[no-untyped-call]
-        _take_workspaces(gpu, stream)
+        if computes and not is_captured(gpu):
+            _take_workspaces(gpu, stream)
     names = ("stream_id", "device_index", "device_type")
     identity = {name: getattr(stream, name) for name in names}
     weakref.finalize(stream, spare.append, identity).atexit = False
@@ -42,8 +44,6 @@ def capture_stream(gpu: torch.device) -> torch.cuda.Stream:
 
 def _take_workspaces(gpu: torch.device, stream: torch.cuda.Stream) -> None:
     """Multiply on a stream, in this thread and in that of autograd."""
-    if torch.cuda.is_current_stream_capturing():
-        return
     with torch.cuda.stream(stream), torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(16, 16, device=gpu, requires_grad=True)
         torch.autograd.grad((x @ x).sum(), x)

@@ -178,7 +178,8 @@ class CudaExecutor:
     @cached_property
     def _inside(self) -> Streams:
         """Those of lanes that are captured, which no other thread may use meanwhile."""
-        return [own and capture_stream(own.device) for own in self._own]
+        pairs = zip(self._program.lanes, self._own, strict=True)
+        return [own and capture_stream(own.device, computes=not lane.copies) for lane, own in pairs]
 
     def close(self) -> None:
         """Let torch warn of streams again after the last of those for which it does not."""
@@ -321,11 +322,13 @@ class CudaExecutor:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         may = alone and not captured
         replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
-        own = self._inside if captured else self._own
-        run = _StepRun(self._current(), own, self._graphs if replayed else None)
+        graphs = self._graphs if replayed else None
+        whole = graphs is not None and graphs.whole(steps[0]) is not None
+        inside = self._inside if captured or whole else ()  # made before a capture
+        run = _StepRun(self._current(), inside if captured else self._own, graphs)
         for batch, step in enumerate(steps):
-            if replayed and self._graphs is not None and self._graphs.flights is not None:
-                step.slot = self._graphs.flights.slots[batch]
+            if graphs is not None and graphs.flights is not None:
+                step.slot = graphs.flights.slots[batch]
             step.own = run
             step.apart = step.apart or bool(self._gpus)
         return run
