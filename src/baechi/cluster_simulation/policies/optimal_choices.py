@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from baechi.placers.linear_programs import solved
+from baechi.placers.linear_programs import LinearProgram, solved
 
 _One = TypeVar("_One", bound=Hashable)
 _Other = TypeVar("_Other", bound=Hashable)
@@ -34,7 +34,8 @@ def best_flows(
     for number, (one, other) in enumerate(pairs):
         entries += [(ones[one], number, 1.0), (others[other], number, 1.0)]
     limit = [*(float(many[one]) for one in ones), *(float(room[other]) for other in others)]
-    parts = solved([-weights[p] for p in pairs], [np.inf] * len(pairs), entries, limit)
+    cost = [-weights[pair] for pair in pairs]
+    parts = solved(LinearProgram.of(cost, [np.inf] * len(pairs), entries, limit))
     return {pair: round(part) for pair, part in zip(pairs, parts, strict=True) if part > 0.5}
 
 
