@@ -18,9 +18,10 @@ from published import FOLDER, published
 from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide
 from baechi.cluster_simulation.placement_schemes import BestFit
-from baechi.cluster_simulation.policies import policy_named, throughput_programs
+from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.allox import matched
-from baechi.cluster_simulation.policies.throughput_programs import (
+from baechi.cluster_simulation.policy_support import throughput_programs
+from baechi.cluster_simulation.policy_support.throughput_programs import (
     Column,
     ThroughputProgram,
     equal_parts,

@@ -17,7 +17,7 @@ matched at once.
 from collections.abc import Sequence
 from typing import Final, final
 
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,

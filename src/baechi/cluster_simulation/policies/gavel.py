@@ -27,8 +27,8 @@ from typing import Final, final
 import numpy as np
 
 from baechi.cluster_simulation.jobs import WORK, JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.throughput_programs import (
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.throughput_programs import (
     Column,
     ThroughputProgram,
     equal_parts,

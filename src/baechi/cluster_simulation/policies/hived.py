@@ -19,12 +19,12 @@ from collections.abc import Collection, Sequence
 from typing import final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.cells import buddy, nodes_of, whole
+from baechi.cluster_simulation.policy_support.cells import buddy, nodes_of, whole
 
 
 @final

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import WHOLE, JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.muxflow import couples
+from baechi.cluster_simulation.policy_support.optimal_choices import couples
 
 _BUSY: Final = 700  # thousandths of a slice
 

@@ -22,7 +22,7 @@ from typing import Final, final
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import WHOLE, Job, JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 
 _ROUND: Final = 300
 

@@ -1,5 +1,6 @@
 """Predicted rates of jobs on the cluster, for the policies that allocate."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -51,6 +52,26 @@ class Rates:
             asked = job.shape, job.kinds, job.curve, job.across
             self._number[run.index] = self._numbers.setdefault(asked, len(self._numbers))
         return self._number[run.index]
+
+
+@final
+class Trial:
+    """The empty cluster, given out job by job."""
+
+    def __init__(self, devices: DeviceStates) -> None:
+        self._devices = devices.emptied()
+        self._free = list(range(len(devices.owners)))
+
+    def takes(self, run: JobRun) -> bool:
+        """Gives a job GPUs, if it finds room: GPUs that nobody else is offered."""
+        if run.job.gpus > len(self._free) and run.job.graph is None:
+            return False
+        grant = self._devices.choose(run.job, self._free) if self._free else None
+        if grant is None:
+            return False
+        for gpu in reversed(grant.gpus):
+            del self._free[bisect_left(self._free, gpu)]
+        return True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Final
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView
 
 LEVELS: Final = 3  # the fewest nodes of a switch, one switch, anywhere
 
