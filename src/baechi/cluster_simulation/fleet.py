@@ -227,6 +227,7 @@ class DeviceStates:
         self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
         self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
         self._size = Counter(fleet.node_of)
+        self._ample = self.memory_left.count(None) == len(fleet.gpus)  # memory is not modeled
         self._busy = [0] * fleet.nodes  # GPUs of every node
 
     def admits(self, gpu: int, part: Part) -> bool:
@@ -244,7 +245,12 @@ class DeviceStates:
     def open(self, part: Part) -> Iterator[int]:
         """The GPUs that have room for one more part."""
         most, owners = self.sharing.most, self.owners
-        return (gpu for gpu in self.among if len(owners[gpu]) < most and self.admits(gpu, part))
+        idle = self._ample and self.sharing.admits((), part)
+        return (
+            gpu
+            for gpu in self.among
+            if (idle and not owners[gpu]) or (len(owners[gpu]) < most and self.admits(gpu, part))
+        )
 
     def place(self, job: Job, size: int = 0, among: Sequence[int] | None = None) -> Grant | None:
         """The grant that the scheme chooses; changes nothing.

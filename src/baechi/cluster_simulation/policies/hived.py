@@ -80,7 +80,7 @@ class HiveD(AllocatingPolicy):
         held: Collection[int],
     ) -> tuple[int, ...] | None:
         """A cell of its owner's nodes, bound if need be; if it runs, only what it already has."""
-        node_of = {gpu: number for number, node in enumerate(nodes) for gpu in node}
+        node_of = view.devices.fleet.node_of
         bound: dict[int, str] = {}
         taken: set[int] = set()
         for index, cell in self._guaranteed.items():

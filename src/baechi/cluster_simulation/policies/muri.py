@@ -96,7 +96,7 @@ def _grouped(rows: Iterable[list[JobRun]], total: int, known: _Known) -> list[li
         if needed <= total:
             break
         for place, groups in enumerate(sizes):
-            pairs = _matching(groups, known)
+            pairs = _matching(groups, known) if needed > total else {}
             merged = []
             for late, group in enumerate(groups):
                 early = pairs.get(late)
