@@ -89,7 +89,7 @@ class Consolidated(WholeScheme):
         per_node = devices.fleet.gpus_per_node
         if count <= per_node:
             row = next((row for row in rows if len(row) >= count), [])
-            return by_owners(row)[:count]
+            return row if len(row) == count else by_owners(row)[:count]
         whole, rest = divmod(count, per_node)
         for _, switch in groupby(rows, key=lambda row: devices.fleet.gpus[row[0]].switch):
             nodes = list(map(by_owners, switch))

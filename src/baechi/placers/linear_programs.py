@@ -116,10 +116,13 @@ class Highs(LinearSolver):
     Attributes:
         iterations_per_row: Limit on iterations, as a multiple of the number of rows. The default
             is far above the largest need seen so far (2.6).
+        presolve: Whether the program is made smaller first, which costs more than it saves where
+            it has some dozens of columns.
     """
 
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
+    presolve: bool = True
 
     def solve(self, program: LinearProgram, start: Start = None) -> Solution:
         """The optimum, or the reason for stopping before it."""
@@ -130,6 +133,7 @@ class Highs(LinearSolver):
             ("threads", 1),
             ("random_seed", 0),
             ("solver", "simplex"),
+            ("presolve", "choose" if self.presolve else "off"),
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
@@ -165,9 +169,9 @@ class Highs(LinearSolver):
         return np.array(solver.getSolution().col_value, np.float64)
 
 
-def solved(program: LinearProgram) -> list[float]:
+def solved(program: LinearProgram, *, presolve: bool = True) -> list[float]:
     """HiGHS's vertex for a program that is known to have an optimum."""
-    solution = Highs().solve(program)
+    solution = Highs(presolve=presolve).solve(program)
     assert not isinstance(solution, str), f"a program that has an optimum: {solution}"
     values: list[float] = solution.tolist()
     return values

@@ -26,7 +26,6 @@ from baechi.cluster_simulation.policy_support.allocation import (
 )
 from baechi.cluster_simulation.policy_support.interleaving import MOST, STEPS, iteration_together
 from baechi.cluster_simulation.policy_support.optimal_choices import best_couples, partners
-from baechi.cluster_simulation.policy_support.predictions import Trial
 
 _Kind = tuple[tuple[int, ...], ...]  # the stages of a group's jobs
 # The couples of so many groups of each kind.
@@ -57,7 +56,7 @@ class Muri(AllocatingPolicy):
         groups = _grouped(self._candidates(view, runs), view.total, self._known)
         apart = [part for group in groups for part in _taken_apart(group)]
         apart.sort(key=lambda group: min(rank[run.index] for run in group))
-        trial = Trial(view.devices)
+        trial = view.trial()
         chosen = [group for group in apart if trial.takes(group[0])]
         chosen.sort(key=lambda group: -group[0].job.gpus)
         # Whose first job runs keeps its GPUs, so those that run go first in a group.
@@ -78,7 +77,7 @@ class Muri(AllocatingPolicy):
             by_size.setdefault(run.job.gpus, []).append(run)
         taken = dict.fromkeys(by_size, 0)
         used: set[int] = set()
-        trial = Trial(view.devices)
+        trial = view.trial()
         for run in runs:
             size = run.job.gpus
             if run.index not in used and trial.takes(run):

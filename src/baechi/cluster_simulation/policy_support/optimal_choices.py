@@ -129,7 +129,8 @@ def best_couples(
             if inside == 2 or (inside and row < len(kinds)):
                 entries.append((row, number, float(inside if row < len(kinds) else 1)))
     cost = [-weights[pair] for pair in pairs]
-    parts = solved(LinearProgram.of(cost, [np.inf] * len(pairs), entries, limit))
+    program = LinearProgram.of(cost, [np.inf] * len(pairs), entries, limit)
+    parts = solved(program, presolve=False)
     return {pair: round(part) for pair, part in zip(pairs, parts, strict=True)}
 
 

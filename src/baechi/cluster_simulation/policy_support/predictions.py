@@ -14,7 +14,7 @@ class Rates:
     """Predicted rates on the empty cluster, by the simulation's scheme; computed once each."""
 
     def __init__(self, devices: DeviceStates) -> None:
-        self._empty = devices.emptied()
+        self.empty = devices.emptied()
         self._known: dict[tuple[int, int, str | None], tuple[int, int]] = {}
         self._taken: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._numbers: dict[object, int] = {}  # of jobs that are alike
@@ -32,8 +32,8 @@ class Rates:
         asked = self.alike(run), size, kind
         if asked not in self._known:
             among = None if kind is None else self.kinds[kind]
-            grant = self._empty.place(run.job, size, among)
-            rate = 0 if grant is None else self._empty.rate(grant, joins=True)
+            grant = self.empty.place(run.job, size, among)
+            rate = 0 if grant is None else self.empty.rate(grant, joins=True)
             self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
         return self._known[asked]
 
@@ -41,7 +41,7 @@ class Rates:
         """Those of some GPUs that it takes; none if there is no room on them."""
         asked = self.alike(run), gpus
         if asked not in self._taken:
-            grant = self._empty.place(run.job, 0, gpus) if gpus else None
+            grant = self.empty.place(run.job, 0, gpus) if gpus else None
             self._taken[asked] = () if grant is None else grant.gpus
         return self._taken[asked]
 
@@ -58,9 +58,9 @@ class Rates:
 class Trial:
     """The empty cluster, given out job by job."""
 
-    def __init__(self, devices: DeviceStates) -> None:
-        self._devices = devices.emptied()
-        self._free = list(range(len(devices.owners)))
+    def __init__(self, empty: DeviceStates) -> None:
+        self._devices = empty
+        self._free = list(range(len(empty.owners)))
 
     def takes(self, run: JobRun) -> bool:
         """Gives a job GPUs, if it finds room: GPUs that nobody else is offered."""
@@ -98,6 +98,10 @@ class Predictions:
     def kinds(self) -> dict[str, tuple[int, ...]]:
         """The GPUs of every kind."""
         return self._rates.kinds
+
+    def trial(self) -> Trial:
+        """The empty cluster, to be given out."""
+        return Trial(self._rates.empty)
 
     def rate(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> int:
         """Predicted work per tick on the empty cluster; 0 if there is no room for the job.
