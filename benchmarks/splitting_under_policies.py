@@ -52,7 +52,7 @@ from baechi.cluster_simulation.policies import (
     scheme_named,
     sharing_named,
 )
-from baechi.cluster_simulation.policies.allocation import AllocatingPolicy
+from baechi.cluster_simulation.policy_support.allocation import AllocatingPolicy
 from baechi.cluster_simulation.results import summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 

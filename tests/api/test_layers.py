@@ -71,6 +71,17 @@ def test_every_import_runs_downwards() -> None:
     assert not upwards
 
 
+def test_what_policies_are_made_of_knows_no_policy() -> None:
+    known = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        for other in sorted(others)
+        if name.startswith("cluster_simulation.policy_support")
+        and other.startswith("cluster_simulation.policies")
+    ]
+    assert not known
+
+
 def test_no_imports_form_a_circle() -> None:
     assert list(TopologicalSorter(GRAPH).static_order())
 

@@ -12,13 +12,13 @@ from baechi.cluster_simulation.fleet import DeviceStates, Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Exclusive, Job, JobRun, amdahl
 from baechi.cluster_simulation.placement_schemes import Baechi, BestFit
 from baechi.cluster_simulation.policies import policy_named
-from baechi.cluster_simulation.policies.allocation import ClusterView
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
-from baechi.cluster_simulation.policies.optimal_choices import knapsack
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pollux import Pollux
-from baechi.cluster_simulation.policies.predictions import Rates
-from baechi.cluster_simulation.policies.server_loans import cheapest
+from baechi.cluster_simulation.policy_support.allocation import ClusterView
+from baechi.cluster_simulation.policy_support.optimal_choices import knapsack
+from baechi.cluster_simulation.policy_support.predictions import Rates
+from baechi.cluster_simulation.policy_support.server_loans import cheapest
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra")

@@ -6,7 +6,7 @@ from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.policies import DEFAULTS, policy_named, scheme_named
 from baechi.cluster_simulation.policies.clockwork import Clockwork
-from baechi.cluster_simulation.policies.locality import closest
+from baechi.cluster_simulation.policy_support.locality import closest
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 

@@ -9,6 +9,7 @@ import json
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,17 +18,17 @@ from published import FOLDER, published
 from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide
 from baechi.cluster_simulation.placement_schemes import BestFit
-from baechi.cluster_simulation.policies import policy_named, throughput_programs
+from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.allox import matched
-from baechi.cluster_simulation.policies.throughput_programs import (
+from baechi.cluster_simulation.policy_support import throughput_programs
+from baechi.cluster_simulation.policy_support.throughput_programs import (
     Column,
+    ThroughputProgram,
     equal_parts,
-    finish_time_fair,
-    max_min,
-    throughputs,
 )
 from baechi.cluster_simulation.results import summary
 from baechi.cluster_simulation.simulator import simulate_cluster
+from baechi.placers import linear_programs
 
 
 def fleet(**kinds):
@@ -64,22 +65,22 @@ def of_case(case):
 def test_gavels_optima_are_as_published(case):
     jobs, rates, columns, gpus, value = of_case(case)
     equal = equal_parts(rates, gpus)
-    needs = [job["weight"] * e / job["gpus"] for job, e in zip(jobs, equal, strict=True)]
-    parts = max_min(columns, needs, gpus)
-    got = throughputs(columns, parts, len(jobs))
+    needs = equal * [job["weight"] / job["gpus"] for job in jobs]
+    program = ThroughputProgram(columns, len(jobs), gpus)
+    got = program.throughputs(program.max_min(needs))
     least = min(g / n for g, n in zip(got, needs, strict=True))
     assert least == pytest.approx(value["max_min_fairness_perf"], rel=1e-5)
 
-    steps = [job["steps"] for job in jobs]
-    got = throughputs(columns, max_min(columns, steps, gpus), len(jobs))
+    steps = np.array([job["steps"] for job in jobs])
+    got = program.throughputs(program.max_min(steps))
     longest = max(s / g for s, g in zip(steps, got, strict=True))
     assert longest == pytest.approx(value["min_total_duration exact"], rel=1e-5)
 
-    since = [job["since"] for job in jobs]
+    since = np.array([job["since"] for job in jobs])
     share = [min(1, sum(gpus) / (len(jobs) * job["gpus"])) for job in jobs]
-    alone = [s / (e * part) for s, e, part in zip(steps, equal, share, strict=True)]
-    got = throughputs(columns, finish_time_fair(columns, since, steps, alone, gpus), len(jobs))
-    worst = max((t + s / g) / a for t, s, g, a in zip(since, steps, got, alone, strict=True))
+    alone = steps / (equal * share)
+    got = program.throughputs(program.finish_time_fair(since, steps, alone))
+    worst = max((since + steps / got) / alone)
     assert worst == pytest.approx(value["finish_time_fairness_perf"], rel=1e-5)
 
 
@@ -137,8 +138,9 @@ def test_gavels_worked_example():
     rates = [[40.0, 10.0], [12.0, 4.0], [100.0, 50.0]]
     columns = [Column((j,), k, (rates[j][k],), 1) for j in range(3) for k in range(2)]
     needs = equal_parts(rates, [1, 1])
-    parts = max_min(columns, needs, [1, 1])
-    normal = [g / n for g, n in zip(throughputs(columns, parts, 3), needs, strict=True)]
+    program = ThroughputProgram(columns, 3, [1, 1])
+    parts = program.max_min(needs)
+    normal = list(program.throughputs(parts) / needs)
     # The paper's allocation, and the tenth that each job gains on a third of each kind.
     expected = [0.45, 0.0, 0.45, 0.09, 0.09, 0.91]
     assert parts == pytest.approx(expected, abs=0.006)
@@ -149,10 +151,12 @@ def test_packing_adds_columns():
     # Two jobs on one GPU: alone each has half the time, together both keep 0.9 of their rate.
     alone = [Column((0,), 0, (1.0,), 1), Column((1,), 0, (1.0,), 1)]
     both = Column((0, 1), 0, (0.9, 0.9), 1)
-    assert throughputs(alone, max_min(alone, [1, 1], [1]), 2) == pytest.approx([0.5, 0.5], rel=1e-4)
-    columns = [*alone, both]
-    parts = max_min(columns, [1, 1], [1])
-    assert throughputs(columns, parts, 2) == pytest.approx([0.9, 0.9], rel=1e-4)
+    program = ThroughputProgram(alone, 2, [1])
+    parts = program.max_min(np.ones(2))
+    assert list(program.throughputs(parts)) == pytest.approx([0.5, 0.5], rel=1e-4)
+    program = ThroughputProgram([*alone, both], 2, [1])
+    parts = program.max_min(np.ones(2))
+    assert list(program.throughputs(parts)) == pytest.approx([0.9, 0.9], rel=1e-4)
     assert parts[2] == pytest.approx(1, rel=1e-4)
 
 
@@ -255,23 +259,22 @@ def test_a_job_wider_than_every_kind_runs_all_the_same(policy):
 def test_finish_time_fairness_is_the_least_in_few_programs(monkeypatch):
     calls = []
 
-    def counted(*asked):
-        calls.append(asked)
-        return max_min(*asked)
+    def counted(program):
+        calls.append(program)
+        return linear_programs.solved(program)
 
-    monkeypatch.setattr(throughput_programs, "max_min", counted)
+    monkeypatch.setattr(throughput_programs, "solved", counted)
     for seed in range(5):
         draw = Random(seed)
         jobs = range(12)
         columns = [Column((j,), k, (draw.uniform(0.5, 2),), 1) for j in jobs for k in (0, 1)]
-        since, alone = ([draw.uniform(low, 9) for _ in jobs] for low in (0, 3))
-        steps = [draw.uniform(1, 9) for _ in jobs]
+        since, alone = (np.array([draw.uniform(low, 9) for _ in jobs]) for low in (0, 3))
+        steps = np.array([draw.uniform(1, 9) for _ in jobs])
         calls.clear()
-        parts = finish_time_fair(columns, since, steps, alone, [3, 2])
+        program = ThroughputProgram(columns, len(jobs), [3, 2])
+        parts = program.finish_time_fair(since, steps, alone)
         assert len(calls) <= 18  # halving takes 20 and more
-        got = throughputs(columns, parts, len(jobs))
-        rho = max((t + s / g) / a for t, s, g, a in zip(since, steps, got, alone, strict=True))
+        rho = max((since + steps / program.throughputs(parts)) / alone)
         # Within a little less not all can finish.
-        needs = [s / (rho * 0.9999 * a - t) for t, s, a in zip(since, steps, alone, strict=True)]
-        best = throughputs(columns, max_min(columns, needs, [3, 2]), len(jobs))
-        assert min(g / n for g, n in zip(best, needs, strict=True)) < 1
+        needs = steps / (rho * 0.9999 * alone - since)
+        assert min(program.throughputs(program.max_min(needs)) / needs) < 1

@@ -1,7 +1,8 @@
 """Policies that put two and more jobs on the same GPUs: Muri, SJF-BSBF, AntMan, MuxFlow, ..."""
 
-from itertools import permutations
+from itertools import combinations, permutations
 
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +17,17 @@ from baechi.cluster_simulation.policies import (
 )
 from baechi.cluster_simulation.policies.antman import Opportunistic
 from baechi.cluster_simulation.policies.iadeep import interference
-from baechi.cluster_simulation.policies.interleaving import (
+from baechi.cluster_simulation.policies.sjf_bsbf import benefit
+from baechi.cluster_simulation.policy_support.interleaving import (
     Interleaved,
     interruption,
     iteration_together,
 )
-from baechi.cluster_simulation.policies.optimal_choices import best_flows
-from baechi.cluster_simulation.policies.sjf_bsbf import benefit
+from baechi.cluster_simulation.policy_support.optimal_choices import (
+    best_couples,
+    best_flows,
+    partners,
+)
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 
@@ -107,6 +112,40 @@ def test_a_group_that_is_slower_than_its_jobs_in_turn_is_taken_apart():
     jobs = [Job(f"job{i}", 1, 0, 1000, stages=(1, 98, 1), iteration=100) for i in range(2)]
     rows = run(jobs, 1, "muri-s")
     assert sorted(row.end_time for row in rows.values()) == [1000, 2000]
+
+
+@given(
+    many=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    units=st.lists(st.integers(0, 6), min_size=15, max_size=15),
+)
+def test_couples_by_kind_weigh_as_much_as_blossoms_matching(many, units):
+    pairs = [(one, other) for other in range(len(many)) for one in range(other + 1)]
+    weights = dict(zip(pairs, units, strict=False))
+    flows = best_couples(weights, dict(enumerate(many)))
+    kinds = [kind for kind, count in enumerate(many) for _ in range(count)]
+    found = partners(kinds, flows)
+    assert len({*found, *found.values()}) == 2 * len(found) == 2 * sum(flows.values())
+    graph = nx.Graph()
+    for one, other in combinations(range(len(kinds)), 2):
+        graph.add_edge(one, other, weight=weights[kinds[one], kinds[other]])
+
+    def weight(couples):
+        return sum(graph.edges[couple]["weight"] for couple in couples)
+
+    assert weight(found.items()) == weight(nx.max_weight_matching(graph))
+
+
+def test_of_more_kinds_than_a_program_has_rows_for_the_best_are_coupled_too():
+    # A ring of eleven, each with two neighbors; kind 0 is two things, which may be a couple.
+    weights = {(kind, kind + 1): 2.0 for kind in range(10)} | {(0, 10): 2.0, (0, 0): 1.0}
+    found = best_couples(weights, {kind: 1 + (kind == 0) for kind in range(11)})
+    assert sum(weights[pair] * count for pair, count in found.items()) == 12.0
+    assert found[0, 1] == found[0, 10] == 1
+
+
+def test_of_things_that_are_alike_the_first_are_partners():
+    kinds = ["b", "a", "a", "b", "a"]
+    assert partners(kinds, {("a", "b"): 1, ("a", "a"): 1}) == {1: 0, 4: 2}
 
 
 def test_muri_s_knows_durations_and_muri_l_does_not():

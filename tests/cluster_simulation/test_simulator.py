@@ -43,11 +43,11 @@ from baechi.cluster_simulation.policies import (
 from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
-from baechi.cluster_simulation.policies.interleaving import Interleaved
-from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import TimeSlicing
+from baechi.cluster_simulation.policy_support.interleaving import Interleaved
+from baechi.cluster_simulation.policy_support.policy import Policy
 from baechi.cluster_simulation.results import ROW, cluster_csv, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 

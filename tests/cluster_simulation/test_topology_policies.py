@@ -9,10 +9,10 @@ from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.placement_schemes import BestFit
 from baechi.cluster_simulation.policies import policy_named
-from baechi.cluster_simulation.policies.cells import buddy, cell_of
 from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.pal import least_slowed
 from baechi.cluster_simulation.policies.tiresias_skew import is_skewed
+from baechi.cluster_simulation.policy_support.cells import buddy, cell_of
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 

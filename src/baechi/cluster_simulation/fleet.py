@@ -1,8 +1,9 @@
 """The GPUs of a simulated cluster, and what is free of them: counted, or GPU by GPU."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 from typing import Final, final
 
@@ -51,7 +52,7 @@ class Slice:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: it keeps what is computed once
 class Fleet:
     """All GPUs of a cluster, node after node and switch after switch.
 
@@ -137,10 +138,15 @@ class Fleet:
         """The number of nodes."""
         return self.gpus[-1].node + 1
 
-    @property
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """The node of every GPU."""
+        return tuple(gpu.node for gpu in self.gpus)
+
+    @cached_property
     def gpus_per_node(self) -> int:
         """GPUs of the largest node."""
-        return max(Counter(gpu.node for gpu in self.gpus).values())
+        return max(Counter(self.node_of).values())
 
 
 @final
@@ -220,7 +226,8 @@ class DeviceStates:
         self.owners: list[list[int]] = [[] for _ in fleet.gpus]
         self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
         self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
-        self._size = Counter(gpu.node for gpu in fleet.gpus)
+        self._size = Counter(fleet.node_of)
+        self._ample = self.memory_left.count(None) == len(fleet.gpus)  # memory is not modeled
         self._busy = [0] * fleet.nodes  # GPUs of every node
 
     def admits(self, gpu: int, part: Part) -> bool:
@@ -235,10 +242,15 @@ class DeviceStates:
         """True if its GPUs have room for all its parts."""
         return all(map(self.admits, grant.gpus, grant.parts))
 
-    def open(self, part: Part) -> list[int]:
+    def open(self, part: Part) -> Iterator[int]:
         """The GPUs that have room for one more part."""
         most, owners = self.sharing.most, self.owners
-        return [gpu for gpu in self.among if len(owners[gpu]) < most and self.admits(gpu, part)]
+        idle = self._ample and self.sharing.admits((), part)
+        return (
+            gpu
+            for gpu in self.among
+            if (idle and not owners[gpu]) or (len(owners[gpu]) < most and self.admits(gpu, part))
+        )
 
     def place(self, job: Job, size: int = 0, among: Sequence[int] | None = None) -> Grant | None:
         """The grant that the scheme chooses; changes nothing.
@@ -250,10 +262,17 @@ class DeviceStates:
         """
         resized = size and size != job.gpus
         asking = replace(job, gpus=size, most_gpus=size, curve=()) if resized else job
-        self.among, self.wanted = self._all if among is None else among, size
-        grant = self._choose(asking, self)
-        self.among, self.wanted = self._all, 0
+        self.wanted = size
+        grant = self.choose(asking, self._all if among is None else among)
+        self.wanted = 0
         return None if grant is None else self._paced(job, grant)
+
+    def choose(self, job: Job, among: Sequence[int]) -> Grant | None:
+        """What the scheme chooses of some GPUs, in order; before the job's own rates."""
+        self.among = among
+        grant = self._choose(job, self)
+        self.among = self._all
+        return grant
 
     def join(self, job: Job, size: int, gpus: tuple[int, ...]) -> Grant | None:
         """The grant of a job on just these GPUs, which others are on; changes nothing."""
@@ -279,7 +298,7 @@ class DeviceStates:
                 rate = rate * job.curve[len(gpus) - 1] // WHOLE
             if len({gpu.node for gpu in gpus}) > 1:
                 rate = rate * job.across[len({gpu.switch for gpu in gpus}) > 1] // WHOLE
-        return replace(grant, rate=max(1, rate))
+        return Grant(grant.gpus, grant.parts, max(1, rate))
 
     def take(self, run: JobRun, grant: Grant) -> None:
         """Puts the parts of a job on GPUs."""

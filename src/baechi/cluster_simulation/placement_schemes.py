@@ -8,10 +8,10 @@ share of a GPU is left, an op takes as much longer as the job wants more than th
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Final, final
 
 from baechi.cluster_simulation.fleet import DeviceStates, Gpu
@@ -48,18 +48,16 @@ class WholeScheme(Scheme):
     def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """What `choose` takes of the GPUs that have room, if they are enough."""
         part = job.part
-        free = devices.open(part)
-        chosen = self.choose(job.gpus, free, devices) if len(free) >= job.gpus else None
-        return None if chosen is None else Grant(tuple(sorted(chosen)), (part,) * job.gpus)
+        chosen = self.choose(job.gpus, devices.open(part), devices)
+        return Grant(tuple(sorted(chosen)), (part,) * job.gpus) if len(chosen) == job.gpus else None
 
     @abstractmethod
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int] | None:
-        """So many of at least as many free GPUs, which are given in order."""
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
+        """So many of the free GPUs, which come in order; fewer if these are too few."""
 
 
-def _by_node(devices: DeviceStates, free: list[int]) -> list[list[int]]:
-    gpus = devices.fleet.gpus
-    return [list(row) for _, row in groupby(free, key=lambda gpu: gpus[gpu].node)]
+def _by_node(devices: DeviceStates, free: Iterable[int]) -> Iterator[list[int]]:
+    return (list(row) for _, row in groupby(free, key=devices.fleet.node_of.__getitem__))
 
 
 @final
@@ -67,10 +65,10 @@ def _by_node(devices: DeviceStates, free: list[int]) -> list[list[int]]:
 class FirstFit(WholeScheme):
     """On the first GPUs that have room, on any nodes."""
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """In the order of the cluster."""
         del devices
-        return free[:count]
+        return tuple(islice(free, count))
 
 
 @final
@@ -81,17 +79,20 @@ class Consolidated(WholeScheme):
     The rule of the Tiresias simulator's scheme `yarn`; CPUs and host memory are not modeled here.
     """
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int] | None:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """The first node or switch that has room; GPUs with fewer jobs before others."""
+
+        def by_owners(row: list[int]) -> list[int]:
+            return sorted(row, key=lambda gpu: len(devices.owners[gpu]))
+
         rows = _by_node(devices, free)
-        for row in rows:
-            row.sort(key=lambda gpu: len(devices.owners[gpu]))
         per_node = devices.fleet.gpus_per_node
         if count <= per_node:
-            return next((row[:count] for row in rows if len(row) >= count), None)
+            row = next((row for row in rows if len(row) >= count), [])
+            return row if len(row) == count else by_owners(row)[:count]
         whole, rest = divmod(count, per_node)
         for _, switch in groupby(rows, key=lambda row: devices.fleet.gpus[row[0]].switch):
-            nodes = list(switch)
+            nodes = list(map(by_owners, switch))
             idle = [
                 row
                 for row in nodes
@@ -100,7 +101,7 @@ class Consolidated(WholeScheme):
             last = next((row for row in nodes if len(row) >= rest and row not in idle), None)
             if len(idle) == whole and (last is not None or not rest):
                 return [*(gpu for row in idle for gpu in row), *(last or [])[:rest]]
-        return None
+        return ()
 
 
 @final
@@ -108,9 +109,10 @@ class Consolidated(WholeScheme):
 class Random(WholeScheme):
     """On any GPUs with room, drawn anew for each job."""
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """A uniform sample."""
-        return devices.random.sample(free, count)
+        every = list(free)
+        return devices.random.sample(every, count) if len(every) >= count else ()
 
 
 @final
@@ -118,7 +120,7 @@ class Random(WholeScheme):
 class BestFit(WholeScheme):
     """On the tightest node, and there on the fullest GPUs."""
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """One node if any has room for all; else the nodes with the most room, one by one."""
 
         def left(gpu: int) -> tuple[int, int]:
@@ -137,12 +139,12 @@ class BestFit(WholeScheme):
 class Spread(WholeScheme):
     """On the nodes that are the least full, GPU by GPU: Kubernetes' default for its pods."""
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """The first GPU of the node with the most that are free, again and again."""
         heap = [(-len(row), rank, row) for rank, row in enumerate(_by_node(devices, free))]
         heapify(heap)
         chosen: list[int] = []
-        while len(chosen) < count:
+        while len(chosen) < count and heap and heap[0][0] < 0:
             _, rank, row = heap[0]
             chosen.append(row[0])
             heapreplace(heap, (1 - len(row), rank, row[1:]))
@@ -154,7 +156,7 @@ class Spread(WholeScheme):
 class LeastLoaded(WholeScheme):
     """On the GPUs that have the fewest jobs."""
 
-    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
+    def choose(self, count: int, free: Iterator[int], devices: DeviceStates) -> Sequence[int]:
         """The first of those with the fewest jobs."""
         return sorted(free, key=lambda gpu: len(devices.owners[gpu]))[:count]
 

@@ -24,13 +24,13 @@ from baechi.cluster_simulation.jobs import (
     Sharing,
 )
 from baechi.cluster_simulation.placement_schemes import FirstFit, Scheme
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.policy import Offer, Policy, SelectingPolicy
-from baechi.cluster_simulation.policies.predictions import Rates
+from baechi.cluster_simulation.policy_support.policy import Offer, Policy, SelectingPolicy
+from baechi.cluster_simulation.policy_support.predictions import Rates
 from baechi.cluster_simulation.results import SimulationResult
 from baechi.errors import InputError
 from baechi.units import format_bytes

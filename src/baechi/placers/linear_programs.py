@@ -71,6 +71,20 @@ class LinearProgram:
     value: NDArray[np.float64]
     limit: NDArray[np.float64]
 
+    @staticmethod
+    def of(
+        cost: Sequence[float],
+        upper: Sequence[float],
+        entries: Sequence[tuple[int, int, float]],
+        limit: Sequence[float],
+    ) -> "LinearProgram":
+        """From row, column and value of every nonzero."""
+        row, column, value = zip(*entries, strict=True)
+        floats = (np.array(numbers, np.float64) for numbers in (cost, upper, value, limit))
+        costs, uppers, values, limits = floats
+        rows, columns = np.array(row, np.int64), np.array(column, np.int64)
+        return LinearProgram(costs, uppers, rows, columns, values, limits)
+
 
 # The optimum's values per column, or the solver's own reason for stopping before it.
 Solution = NDArray[np.float64] | str
@@ -102,10 +116,13 @@ class Highs(LinearSolver):
     Attributes:
         iterations_per_row: Limit on iterations, as a multiple of the number of rows. The default
             is far above the largest need seen so far (2.6).
+        presolve: Whether the program is made smaller first, which costs more than it saves where
+            it has some dozens of columns.
     """
 
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
+    presolve: bool = True
 
     def solve(self, program: LinearProgram, start: Start = None) -> Solution:
         """The optimum, or the reason for stopping before it."""
@@ -116,6 +133,7 @@ class Highs(LinearSolver):
             ("threads", 1),
             ("random_seed", 0),
             ("solver", "simplex"),
+            ("presolve", "choose" if self.presolve else "off"),
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
@@ -151,32 +169,12 @@ class Highs(LinearSolver):
         return np.array(solver.getSolution().col_value, np.float64)
 
 
-def solved(
-    cost: Sequence[float],
-    upper: Sequence[float],
-    entries: Sequence[tuple[int, int, float]],
-    limit: Sequence[float],
-) -> list[float]:
-    """HiGHS's vertex for a program that is known to have an optimum.
-
-    Args:
-        cost: Per column.
-        upper: Per column.
-        entries: Row, column and value of every nonzero.
-        limit: Per row.
-    """
-    row, column, value = zip(*entries, strict=True)
-    program = LinearProgram(
-        np.array(cost, np.float64),
-        np.array(upper, np.float64),
-        np.array(row, np.int64),
-        np.array(column, np.int64),
-        np.array(value, np.float64),
-        np.array(limit, np.float64),
-    )
-    solution = Highs().solve(program)
+def solved(program: LinearProgram, *, presolve: bool = True) -> list[float]:
+    """HiGHS's vertex for a program that is known to have an optimum."""
+    solution = Highs(presolve=presolve).solve(program)
     assert not isinstance(solution, str), f"a program that has an optimum: {solution}"
-    return [float(number) for number in solution]
+    values: list[float] = solution.tolist()
+    return values
 
 
 class _SilentHighs(highspy.Highs):

@@ -20,20 +20,16 @@ from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFa
 from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
-from baechi.cluster_simulation.policies.gittins import sampled_gpu_times
 from baechi.cluster_simulation.policies.hived import HiveD
 from baechi.cluster_simulation.policies.iadeep import IADeep
-from baechi.cluster_simulation.policies.interleaving import Interleaved
 from baechi.cluster_simulation.policies.lyra import Lyra
 from baechi.cluster_simulation.policies.miger import Miger
 from baechi.cluster_simulation.policies.muri import Muri
 from baechi.cluster_simulation.policies.muxflow import MuxFlow
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pal import Pal
-from baechi.cluster_simulation.policies.policy import Policy
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
-from baechi.cluster_simulation.policies.published_simulator import PublishedLongestPending
 from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
@@ -41,6 +37,10 @@ from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import TimeSlicing
 from baechi.cluster_simulation.policies.tiresias import LeastAttained
 from baechi.cluster_simulation.policies.tiresias_skew import TiresiasSkew
+from baechi.cluster_simulation.policy_support.gittins import sampled_gpu_times
+from baechi.cluster_simulation.policy_support.interleaving import Interleaved
+from baechi.cluster_simulation.policy_support.policy import Policy
+from baechi.cluster_simulation.policy_support.published_simulator import PublishedLongestPending
 from baechi.validation import check_choice
 
 COMPAT: Final = ("tiresias",)
@@ -150,7 +150,7 @@ def policy_named(
         name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
             2, 4, 8, 10, 100, 1000.
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
-            that `policies/tiresias.py` and `published_simulator.py` have.
+            that `policies/tiresias.py` and `policy_support/published_simulator.py` have.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
 
     Raises:
@@ -164,7 +164,7 @@ def policy_named(
     if not promotes:
         check_choice(name, POLICIES, "policy")
     if base == "lpjf" and compat:
-        return PublishedLongestPending("lpjf")
+        return PublishedLongestPending()
     options: dict[str, object] = {}
     if base.startswith("dlas"):
         options = {"promote": _PROMOTE[suffix] if promotes else 0, "compat": compat is not None}

@@ -17,12 +17,12 @@ matched at once.
 from collections.abc import Sequence
 from typing import Final, final
 
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.placers.linear_programs import solved
+from baechi.placers.linear_programs import LinearProgram, solved
 
 _ALPHA: Final = 0.3
 _MOST: Final = 64  # jobs of one program, which has some thousands of columns then
@@ -68,7 +68,7 @@ def matched(
         entries.append((len(jobs) + queues[kind, place], number, float(sizes[job][kind])))
     cost = [place * times[job][kind] / unit for job, kind, place in columns]
     limit = [*[-1.0] * len(jobs), *(float(free[kind]) for kind, _ in queues)]
-    solution = solved(cost, [1.0] * len(columns), entries, limit)
+    solution = solved(LinearProgram.of(cost, [1.0] * len(columns), entries, limit))
     largest = [0.0] * len(times)
     for (job, kind, place), part in zip(columns, solution, strict=True):
         if part > largest[job] + 1e-9:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import WORK, JobRun, Part, Sharing
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,

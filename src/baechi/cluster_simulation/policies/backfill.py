@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import Offer, Policy
+from baechi.cluster_simulation.policy_support.policy import Offer, Policy
 
 
 @final

@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.locality import LEVELS, distance, in_order
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.locality import LEVELS, distance, in_order
 
 _TIMER: Final = 300
 _ROUND: Final = 300

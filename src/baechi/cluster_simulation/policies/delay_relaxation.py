@@ -14,8 +14,12 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import AllocatingPolicy, Allocation, ClusterView
-from baechi.cluster_simulation.policies.locality import LEVELS, closest
+from baechi.cluster_simulation.policy_support.allocation import (
+    AllocatingPolicy,
+    Allocation,
+    ClusterView,
+)
+from baechi.cluster_simulation.policy_support.locality import LEVELS, closest
 from baechi.validation import check_positive
 
 _PATIENCE: Final = 300  # ticks at each level: some minutes of attempts

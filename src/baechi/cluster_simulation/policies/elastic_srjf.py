@@ -15,7 +15,7 @@ scheme's part: who keeps its size keeps its place.
 from collections.abc import Sequence
 from typing import final
 
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,

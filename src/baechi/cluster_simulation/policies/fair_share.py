@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policy_support.policy import Policy
 
 
 @final

@@ -1,6 +1,6 @@
 """Jobs in order of arrival: also longest pending first, and Big Brain's."""
 
-from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policy_support.policy import Policy
 
 
 class Fifo(Policy):

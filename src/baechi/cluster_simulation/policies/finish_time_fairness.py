@@ -4,7 +4,7 @@ from fractions import Fraction
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import Periodic
+from baechi.cluster_simulation.policy_support.policy import Periodic
 
 
 @final

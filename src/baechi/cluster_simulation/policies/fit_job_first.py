@@ -2,7 +2,7 @@
 
 from typing import final
 
-from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.policy_support.policy import Policy
 
 
 @final

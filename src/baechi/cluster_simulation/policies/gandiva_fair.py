@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import WHOLE, JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 
 _QUANTUM: Final = 60
 

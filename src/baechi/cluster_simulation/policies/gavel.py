@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Final, final
 
+import numpy as np
+
 from baechi.cluster_simulation.jobs import WORK, JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.throughput_programs import (
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.throughput_programs import (
     Column,
+    ThroughputProgram,
     equal_parts,
-    finish_time_fair,
-    max_min,
 )
 
 _ROUND: Final = 360
@@ -112,19 +113,18 @@ class Gavel(RoundPolicy):
         rates: Sequence[Sequence[float]],
         gpus: Sequence[int],
     ) -> list[float]:
-        columns, equal = self._columns, equal_parts(rates, gpus)
-        steps = [max(1.0, float(run.remaining(view.now))) for run in runs]
+        program = ThroughputProgram(self._columns, len(runs), gpus)
+        steps = np.array([max(1.0, float(run.remaining(view.now))) for run in runs])
         if self.name == "gavel-makespan":
-            return max_min(columns, steps, gpus)
-        sizes = [run.job.gpus for run in runs]
+            return program.max_min(steps)
+        sizes = np.array([run.job.gpus for run in runs])
+        equal = equal_parts(rates, gpus)
         if self.name == "gavel-ftf":
-            alone = [
-                max(1, run.job.duration) / (e * min(1.0, sum(gpus) / (len(runs) * size)))
-                for run, e, size in zip(runs, equal, sizes, strict=True)
-            ]
-            since = [float(view.now - run.job.submit_time) for run in runs]
-            return finish_time_fair(columns, since, steps, alone, gpus)
-        return max_min(columns, [e / size for e, size in zip(equal, sizes, strict=True)], gpus)
+            duration = np.array([max(1, run.job.duration) for run in runs])
+            alone = duration / (equal * np.minimum(1.0, sum(gpus) / (len(runs) * sizes)))
+            since = np.array([float(view.now - run.job.submit_time) for run in runs])
+            return program.finish_time_fair(since, steps, alone)
+        return program.max_min(equal / sizes)
 
 
 def _pairs(

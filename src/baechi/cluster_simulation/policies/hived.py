@@ -19,12 +19,12 @@ from collections.abc import Collection, Sequence
 from typing import final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.cells import buddy, nodes_of, whole
+from baechi.cluster_simulation.policy_support.cells import buddy, nodes_of, whole
 
 
 @final
@@ -80,7 +80,7 @@ class HiveD(AllocatingPolicy):
         held: Collection[int],
     ) -> tuple[int, ...] | None:
         """A cell of its owner's nodes, bound if need be; if it runs, only what it already has."""
-        node_of = {gpu: number for number, node in enumerate(nodes) for gpu in node}
+        node_of = view.devices.fleet.node_of
         bound: dict[int, str] = {}
         taken: set[int] = set()
         for index, cell in self._guaranteed.items():

@@ -14,7 +14,7 @@ share have equally many GPUs, and are at most as many as the sharing admits.
 from collections.abc import Sequence
 from typing import final
 
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     Allocation,
     ClusterView,
     RoundPolicy,
 )
-from baechi.cluster_simulation.policies.optimal_choices import knapsack
-from baechi.cluster_simulation.policies.server_loans import reclaimed
+from baechi.cluster_simulation.policy_support.optimal_choices import knapsack
+from baechi.cluster_simulation.policy_support.server_loans import reclaimed
 
 _INFERENCE: Final = "inference"
 _INTERVAL: Final = 300

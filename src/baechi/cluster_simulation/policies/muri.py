@@ -4,28 +4,32 @@ The rule (Zhao et al., "Multi-Resource Interleaving for Deep Learning Training",
 4): jobs of equal size share GPUs a stage apart (`interleaving.py`), up to four of them. Whom to put
 together: jobs by remaining GPU-time (`muri-s`), or by the GPU-time that they have had (`muri-l`,
 which knows no durations); of each size four times as many as find room are candidates. While these
-want more GPUs than there are, pairs are formed by a matching of maximum weight, Blossom's, where
-the weight is the part of the resources' time that is used; then pairs of pairs. A group that is
-slower than its jobs one after another is taken apart.
+want more GPUs than there are, pairs are formed by a matching of maximum weight (`best_couples`;
+there by Blossom's algorithm), where the weight is the part of the resources' time that is used;
+then pairs of pairs. A group that is slower than its jobs one after another is taken apart.
 
 Where we leave it: a job keeps its GPUs while its group does, and the published simulator places all
-anew at every event. Equal matchings may differ. A job without `Job.stages` is alone on its GPUs.
+anew at every event. Of equal matchings, which may differ, one has the most urgent jobs together. A
+job without `Job.stages` is alone on its GPUs.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import combinations_with_replacement
 from typing import final
 
-import networkx as nx
-
-from baechi.cluster_simulation.fleet import DeviceStates
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.interleaving import MOST, STEPS, iteration_together
+from baechi.cluster_simulation.policy_support.interleaving import MOST, STEPS, iteration_together
+from baechi.cluster_simulation.policy_support.optimal_choices import best_couples, partners
+
+_Kind = tuple[tuple[int, ...], ...]  # the stages of a group's jobs
+# The couples of so many groups of each kind.
+_Known = dict[tuple[tuple[_Kind, int], ...], dict[tuple[_Kind, _Kind], int]]
 
 
 @final
@@ -40,6 +44,7 @@ class Muri(AllocatingPolicy):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._known: _Known = {}
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The groups that find room, the most urgent first, placed from wide to narrow."""
@@ -48,10 +53,10 @@ class Muri(AllocatingPolicy):
             return [Allocation(run) for run in running]
         rank = {run.index: self._service(run, view.now) for run in view.runs}
         runs = sorted(view.runs, key=lambda run: (rank[run.index], run.index))
-        groups = _grouped(self._candidates(view, runs), view.total)
+        groups = _grouped(self._candidates(view, runs), view.total, self._known)
         apart = [part for group in groups for part in _taken_apart(group)]
         apart.sort(key=lambda group: min(rank[run.index] for run in group))
-        trial = _Trial(view.devices)
+        trial = view.trial()
         chosen = [group for group in apart if trial.takes(group[0])]
         chosen.sort(key=lambda group: -group[0].job.gpus)
         # Whose first job runs keeps its GPUs, so those that run go first in a group.
@@ -72,7 +77,7 @@ class Muri(AllocatingPolicy):
             by_size.setdefault(run.job.gpus, []).append(run)
         taken = dict.fromkeys(by_size, 0)
         used: set[int] = set()
-        trial = _Trial(view.devices)
+        trial = view.trial()
         for run in runs:
             size = run.job.gpus
             if run.index not in used and trial.takes(run):
@@ -82,27 +87,7 @@ class Muri(AllocatingPolicy):
         return [rows[: taken[size]] for size, rows in by_size.items()]
 
 
-@final
-class _Trial:
-    """The empty cluster, given out job by job."""
-
-    def __init__(self, devices: DeviceStates) -> None:
-        self._devices = devices.emptied()
-        self._free = list(range(len(devices.owners)))
-
-    def takes(self, run: JobRun) -> bool:
-        """Gives a job GPUs, if it finds room."""
-        if run.job.gpus > len(self._free) and run.job.graph is None:
-            return False
-        grant = self._devices.place(run.job, among=self._free) if self._free else None
-        if grant is None:
-            return False
-        self._devices.take(run, grant)
-        self._free = [gpu for gpu in self._free if gpu not in grant.gpus]
-        return True
-
-
-def _grouped(rows: Iterable[list[JobRun]], total: int) -> list[list[JobRun]]:
+def _grouped(rows: Iterable[list[JobRun]], total: int, known: _Known) -> list[list[JobRun]]:
     """Groups of the jobs of each size, by matchings until they need no more GPUs than there are."""
     sizes = [[[run] for run in row] for row in rows if row]
     needed = sum(len(groups) * groups[0][0].job.gpus for groups in sizes)
@@ -110,7 +95,7 @@ def _grouped(rows: Iterable[list[JobRun]], total: int) -> list[list[JobRun]]:
         if needed <= total:
             break
         for place, groups in enumerate(sizes):
-            pairs = _matching(groups)
+            pairs = _matching(groups, known) if needed > total else {}
             merged = []
             for late, group in enumerate(groups):
                 early = pairs.get(late)
@@ -124,16 +109,20 @@ def _grouped(rows: Iterable[list[JobRun]], total: int) -> list[list[JobRun]]:
     return [group for groups in sizes for group in groups]
 
 
-def _matching(groups: Sequence[Sequence[JobRun]]) -> dict[int, int]:
-    """The partners of a matching of maximum weight: of each pair, the later to the earlier."""
-    graph = nx.Graph()
-    for one, other in combinations(range(len(groups)), 2):
-        both = [*groups[one], *groups[other]]
-        stages = [run.job.stages for run in both]
-        if len(both) <= MOST and all(len(stage) == 3 for stage in stages):
-            used = sum(map(sum, stages)) / (STEPS * _together(both))
-            graph.add_edge(one, other, weight=used)
-    return {max(pair): min(pair) for pair in nx.max_weight_matching(graph)}
+def _matching(groups: Sequence[Sequence[JobRun]], known: _Known) -> dict[int, int]:
+    """The partners of a matching of maximum weight; groups of the same stages are alike."""
+    kinds = [tuple(sorted(run.job.stages for run in group)) for group in groups]
+    many = tuple(sorted(Counter(kinds).items()))
+    if many not in known:
+        weights = {
+            (one, other): sum(map(sum, both)) / (STEPS * iteration_together(jobs))
+            for (one, _), (other, _) in combinations_with_replacement(many, 2)
+            for both in [sorted((*one, *other))]
+            for jobs in [tuple((stages, 0) for stages in both)]
+            if len(both) <= MOST and all(len(stages) == 3 for stages in both)
+        }
+        known[many] = best_couples(weights, dict(many))
+    return partners(kinds, known[many])
 
 
 def _together(group: Sequence[JobRun]) -> float:

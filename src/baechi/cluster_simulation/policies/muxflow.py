@@ -14,16 +14,14 @@ have equally many GPUs. Offline jobs that are matched to nobody take GPUs that a
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar, final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
-from baechi.cluster_simulation.policies.optimal_choices import best_flows
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.optimal_choices import couples
 
 _INTERVAL: Final = 900
-_Kind = TypeVar("_Kind", bound=Hashable)
-_Place = TypeVar("_Place", bound=Hashable)
 
 
 @final
@@ -93,46 +91,3 @@ def _matched(
         if guest.index not in taken and view.needs(guest) <= left:
             left -= view.needs(guest)
             yield Allocation(guest)
-
-
-def couples(
-    view: ClusterView,
-    guests: Mapping[_Kind, Sequence[JobRun]],
-    places: Mapping[_Place, Sequence[int]],
-    weights: Mapping[tuple[_Kind, _Place], float],
-) -> list[tuple[JobRun, int]]:
-    """The pairs of a matching of maximum weight; who is in its place already stays there.
-
-    Args:
-        view: The cluster.
-        guests: Jobs that are alike.
-        places: The indices of hosts that are alike, or one negative number for GPUs that are.
-        weights: Of a guest of a kind in a place of a kind.
-    """
-    flows = best_flows(
-        weights,
-        {kind: len(rows) for kind, rows in guests.items()},
-        {kind: len(rows) for kind, rows in places.items()},
-    )
-    waiting = {kind: list(rows) for kind, rows in guests.items()}
-    free = {kind: list(rows) for kind, rows in places.items()}
-    found = []
-    for stays in (True, False):
-        for one, other in flows:
-            for guest in tuple(waiting[one]):
-                place = _place(view, guest) if stays else free[other][:1]
-                if flows[one, other] and place and place[0] in free[other]:
-                    flows[one, other] -= 1
-                    waiting[one].remove(guest)
-                    free[other].remove(place[0])
-                    found.append((guest, place[0]))
-    return found
-
-
-def _place(view: ClusterView, guest: JobRun) -> list[int]:
-    """The host that it is beside, or the negative share of a GPU that it has for itself."""
-    if not guest.running:
-        return []
-    gpu = guest.grant.gpus[0]
-    first = view.devices.owners[gpu][0]
-    return [first if first != guest.index else -view.devices.fleet.gpus[gpu].share]

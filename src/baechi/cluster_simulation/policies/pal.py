@@ -22,7 +22,7 @@ from typing import Final, final
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import WHOLE, Job, JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 
 _ROUND: Final = 300
 
@@ -49,7 +49,7 @@ def least_slowed(
     for _, near, slowest in sorted(entries, reverse=True):
         enough = [gpu for gpu in free if speed[gpu] >= slowest]
         if near:
-            nodes = (list(row) for _, row in groupby(enough, key=lambda gpu: fleet.gpus[gpu].node))
+            nodes = (list(row) for _, row in groupby(enough, key=fleet.node_of.__getitem__))
             enough = min((row for row in nodes if len(row) >= count), key=len, default=[])
         if len(enough) >= count:
             yield _fastest(fleet, speed, enough, count)
@@ -59,10 +59,10 @@ def _fastest(
     fleet: Fleet, speed: dict[int, int], gpus: Sequence[int], count: int
 ) -> tuple[int, ...]:
     """PM-First: the fastest of some GPUs, equal ones from nodes with about as many of them."""
-    equal = Counter((speed[gpu], fleet.gpus[gpu].node) for gpu in gpus)
+    equal = Counter((speed[gpu], fleet.node_of[gpu]) for gpu in gpus)
 
     def rank(gpu: int) -> tuple[int, int, int]:
-        return -speed[gpu], abs(equal[speed[gpu], fleet.gpus[gpu].node] - count), gpu
+        return -speed[gpu], abs(equal[speed[gpu], fleet.node_of[gpu]] - count), gpu
 
     return tuple(sorted(sorted(gpus, key=rank)[:count]))
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView, RoundPolicy
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 
 _INTERVAL: Final = 60
 _RESTART: Final = 0.25

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import SelectingPolicy
+from baechi.cluster_simulation.policy_support.policy import SelectingPolicy
 
 # Remaining time, event, rank and job while waiting; while running its end, what orders equals
 # (plus the moment if it was new, minus the moment if it had waited), rank and job.

@@ -17,7 +17,7 @@ is as it is. Partners have as many GPUs as the new job. Rates are those of the s
 from collections.abc import Sequence
 from typing import final
 
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,

@@ -3,7 +3,7 @@
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import WORK, JobRun
-from baechi.cluster_simulation.policies.policy import Offer, Policy
+from baechi.cluster_simulation.policy_support.policy import Offer, Policy
 
 _LOOKS: Final = 3  # of the next ends
 

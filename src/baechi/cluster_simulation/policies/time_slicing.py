@@ -3,7 +3,7 @@
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import Periodic
+from baechi.cluster_simulation.policy_support.policy import Periodic
 
 
 @final

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.gittins import GittinsIndex
-from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.policies.published_simulator import PublishedEvents
+from baechi.cluster_simulation.policy_support.gittins import GittinsIndex
+from baechi.cluster_simulation.policy_support.policy import Policy
+from baechi.cluster_simulation.policy_support.published_simulator import PublishedEvents
 from baechi.errors import InputError
 
 _LIMITS: Final = (3250, 7200)  # the service at which a job leaves each queue but the last

@@ -16,13 +16,13 @@ from functools import lru_cache
 from typing import Final, final
 
 from baechi.cluster_simulation.jobs import Job, JobRun
-from baechi.cluster_simulation.policies.allocation import (
+from baechi.cluster_simulation.policies.tiresias import LeastAttained
+from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
     Allocation,
     ClusterView,
 )
-from baechi.cluster_simulation.policies.locality import LEVELS, in_order
-from baechi.cluster_simulation.policies.tiresias import LeastAttained
+from baechi.cluster_simulation.policy_support.locality import LEVELS, in_order
 
 _SKEWED: Final = 0.5  # the largest of VGG-16's tensors is 0.74 of all, of ResNet-50's 0.09
 _FAMILIES: Final = ("vgg", "alexnet")

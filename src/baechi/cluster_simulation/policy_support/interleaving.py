@@ -88,8 +88,10 @@ class Interleaved(Sharing):
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """Only jobs that have three stages."""
-        interleave = all(len(each.stages) == 3 and each.iteration for each in (*parts, part))
-        return not parts or (len(parts) < self.most and interleave)
+        return not parts or (
+            len(parts) < self.most
+            and all(len(each.stages) == 3 and each.iteration for each in (*parts, part))
+        )
 
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
         """Its iteration alone over that together."""

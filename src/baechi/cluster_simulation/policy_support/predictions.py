@@ -1,5 +1,6 @@
 """Predicted rates of jobs on the cluster, for the policies that allocate."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -13,7 +14,7 @@ class Rates:
     """Predicted rates on the empty cluster, by the simulation's scheme; computed once each."""
 
     def __init__(self, devices: DeviceStates) -> None:
-        self._empty = devices.emptied()
+        self.empty = devices.emptied()
         self._known: dict[tuple[int, int, str | None], tuple[int, int]] = {}
         self._taken: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._numbers: dict[object, int] = {}  # of jobs that are alike
@@ -31,8 +32,8 @@ class Rates:
         asked = self.alike(run), size, kind
         if asked not in self._known:
             among = None if kind is None else self.kinds[kind]
-            grant = self._empty.place(run.job, size, among)
-            rate = 0 if grant is None else self._empty.rate(grant, joins=True)
+            grant = self.empty.place(run.job, size, among)
+            rate = 0 if grant is None else self.empty.rate(grant, joins=True)
             self._known[asked] = rate, 0 if grant is None else len(grant.gpus)
         return self._known[asked]
 
@@ -40,7 +41,7 @@ class Rates:
         """Those of some GPUs that it takes; none if there is no room on them."""
         asked = self.alike(run), gpus
         if asked not in self._taken:
-            grant = self._empty.place(run.job, 0, gpus) if gpus else None
+            grant = self.empty.place(run.job, 0, gpus) if gpus else None
             self._taken[asked] = () if grant is None else grant.gpus
         return self._taken[asked]
 
@@ -51,6 +52,26 @@ class Rates:
             asked = job.shape, job.kinds, job.curve, job.across
             self._number[run.index] = self._numbers.setdefault(asked, len(self._numbers))
         return self._number[run.index]
+
+
+@final
+class Trial:
+    """The empty cluster, given out job by job."""
+
+    def __init__(self, empty: DeviceStates) -> None:
+        self._devices = empty
+        self._free = list(range(len(empty.owners)))
+
+    def takes(self, run: JobRun) -> bool:
+        """Gives a job GPUs, if it finds room: GPUs that nobody else is offered."""
+        if run.job.gpus > len(self._free) and run.job.graph is None:
+            return False
+        grant = self._devices.choose(run.job, self._free) if self._free else None
+        if grant is None:
+            return False
+        for gpu in reversed(grant.gpus):
+            del self._free[bisect_left(self._free, gpu)]
+        return True
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,10 @@ class Predictions:
     def kinds(self) -> dict[str, tuple[int, ...]]:
         """The GPUs of every kind."""
         return self._rates.kinds
+
+    def trial(self) -> Trial:
+        """The empty cluster, to be given out."""
+        return Trial(self._rates.empty)
 
     def rate(self, run: JobRun, gpus: int = 0, kind: str | None = None) -> int:
         """Predicted work per tick on the empty cluster; 0 if there is no room for the job.

@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.policies.predictions import Predictions
+from baechi.cluster_simulation.policy_support.policy import Policy
+from baechi.cluster_simulation.policy_support.predictions import Predictions
 from baechi.validation import check_positive
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import Allocation, ClusterView
+from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView
 
 LEVELS: Final = 3  # the fewest nodes of a switch, one switch, anywhere
 
@@ -25,7 +25,7 @@ def closest(fleet: Fleet, free: Sequence[int], count: int, level: int) -> tuple[
     """
     gpus = fleet.gpus
     if level == 0:
-        nodes = [list(row) for _, row in groupby(free, key=lambda gpu: gpus[gpu].node)]
+        nodes = [list(row) for _, row in groupby(free, key=fleet.node_of.__getitem__)]
         whole, rest = divmod(count, fleet.gpus_per_node)
         if not whole or (whole == 1 and not rest):
             return _tightest(nodes, count)
@@ -39,7 +39,7 @@ def closest(fleet: Fleet, free: Sequence[int], count: int, level: int) -> tuple[
 
 def distance(fleet: Fleet, gpus: Sequence[int]) -> int:
     """The level of some GPUs: 0 on one node, 1 on one switch, 2 beyond."""
-    if len({fleet.gpus[gpu].node for gpu in gpus}) == 1:
+    if len({fleet.node_of[gpu] for gpu in gpus}) == 1:
         return 0
     return 1 if len({fleet.gpus[gpu].switch for gpu in gpus}) == 1 else LEVELS - 1
 

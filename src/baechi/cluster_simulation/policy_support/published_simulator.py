@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import final
 
 from baechi.cluster_simulation.jobs import Events, JobRun
-from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policy_support.policy import Policy
 
 
 @final
-class PublishedLongestPending(Fifo):
+class PublishedLongestPending(Policy):
     """As the published simulator: a misspelled field does not sort, and starts spoil the walk."""
+
+    name = "lpjf"
+    blocking = True
 
     def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
         """Without the job behind each one that starts: it is taken out of the list on the way."""

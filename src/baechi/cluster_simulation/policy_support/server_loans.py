@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from baechi.cluster_simulation.jobs import JobRun
-from baechi.cluster_simulation.policies.allocation import ClusterView
+from baechi.cluster_simulation.policy_support.allocation import ClusterView
 
 
 def cheapest(servers: Mapping[int, Mapping[int, bool]], among: Iterable[int]) -> int:

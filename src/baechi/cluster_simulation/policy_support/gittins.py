@@ -16,7 +16,7 @@ _DELTA: Final = 3250
 @cache
 def sampled_gpu_times() -> tuple[int, ...]:
     """1,001 GPU-times of jobs in seconds, ascending, as the Tiresias simulator ships them."""
-    text = files("baechi.cluster_simulation.policies").joinpath("gpu_seconds.csv").read_text()
+    text = files("baechi.cluster_simulation.policy_support").joinpath("gpu_seconds.csv").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return tuple(sorted(int(line) for line in lines[1:]))
 
