@@ -131,7 +131,7 @@ def best_couples(
     cost = [-weights[pair] for pair in pairs]
     program = LinearProgram.of(cost, [np.inf] * len(pairs), entries, limit)
     parts = solved(program, presolve=False)
-    return {pair: round(part) for pair, part in zip(pairs, parts, strict=True)}
+    return {pair: round(part) for pair, part in zip(pairs, parts, strict=True) if part > 0.5}
 
 
 def partners(kinds: Sequence[_One], couples_of: Mapping[tuple[_One, _One], int]) -> dict[int, int]:
