@@ -114,7 +114,7 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     cluster = baechi.probe(["cuda:0/a", "cuda:0/b"])
     link = cluster.links[0][1]
     assert link is not None
-    assert 0 <= link.overhead_ns < 100_000_000  # as many cuts as few, beside other work
+    assert 0 < link.overhead_ns < 100_000_000
     gpu = torch.device("cuda:0")
     assert 0 < graph_launch_ns(gpu) < 10_000_000
     inference, step = (entry_ns(gpu, training=training) for training in (False, True))

@@ -270,14 +270,14 @@ def replay_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
     try:
         for _ in range(WARM_UP + _WARM_UP_STEPS):
             step_ns(queued=False)
-        idle, queued = (
-            zip(*(step_ns(queued=queued) for _ in range(n)), strict=True)
-            for n, queued in ((_STEPS, False), (_REPEATS, True))
-        )
-        pairs = [(median(a), median(b)) for a, b in zip(idle, queued, strict=True)]
+        idle = [step_ns(queued=False) for _ in range(_STEPS)]
+        behind = [step_ns(queued=True) for _ in range(_REPEATS)]
     finally:
         module.unplace()
-    forward_ns, backward_ns = (max(round(whole - own), 0) for whole, own in pairs)
+    forward_ns, backward_ns = (
+        max(round(median(whole) - median(own)), 0)
+        for whole, own in zip(zip(*idle, strict=True), zip(*behind, strict=True), strict=True)
+    )
     return forward_ns, backward_ns
 
 

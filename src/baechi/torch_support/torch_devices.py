@@ -13,7 +13,7 @@ import torch
 
 from baechi.errors import InputError
 from baechi.records.cluster import Cluster
-from baechi.torch_support.torch_internals import kernel_settings
+from baechi.torch_support.torch_internals import kernel_settings, precision_settings
 from baechi.units import parse_bytes
 
 # Where the system does not report it: the least that server processors have.
@@ -165,16 +165,7 @@ def fp32_precisions() -> dict[str, str]:
     By library and class of operator, and one by one: where they were set apart,
     `torch.get_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` raise an error.
     """
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    rows = {
-        "cuda matmul": cuda.matmul,
-        "cuda convolution": cudnn.conv,  # type: ignore[attr-defined]
-        "cuda recurrent": cudnn.rnn,
-        "cpu matmul": mkldnn.matmul,  # type: ignore[attr-defined]
-        "cpu convolution": mkldnn.conv,  # type: ignore[attr-defined]
-        "cpu recurrent": mkldnn.rnn,  # type: ignore[attr-defined]
-    }
-    found = {name: str(row.fp32_precision) for name, row in rows.items()}
+    found = {name: read() for name, read in precision_settings.items()}
     return {name: "ieee" if kind == "none" else kind for name, kind in found.items()}
 
 

@@ -288,9 +288,13 @@ set_stream: Final[Any] = getattr(torch._C, "_cuda_setStream", None)
 exchange_device: Final[Any] = getattr(torch._C, "_cuda_exchangeDevice", None)
 restore_device: Final[Any] = getattr(torch._C, "_cuda_maybeExchangeDevice", None)
 is_current_captured: Final[Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-# Each reads one of the settings by which torch chooses among kernels of an operator, without the
-# objects that `torch.backends` has around it.
-_PRECISIONS: Final = tuple((b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
+# Each reads a setting, without the objects that `torch.backends` has around it: to what fp32 is
+# rounded, and all by which torch chooses among kernels of an operator.
+precision_settings: Final[Mapping[str, Callable[[], str]]] = {
+    f"{place} {name}": partial(torch._C._get_fp32_precision_getter, backend, op)
+    for place, backend in (("cuda", "cuda"), ("cpu", "mkldnn"))
+    for name, op in (("matmul", "matmul"), ("convolution", "conv"), ("recurrent", "rnn"))
+}
 kernel_settings: Final[tuple[Callable[[], Any], ...]] = (
     torch._C._get_deterministic_algorithms,
     torch._C._get_deterministic_algorithms_warn_only,
@@ -301,7 +305,7 @@ kernel_settings: Final[tuple[Callable[[], Any], ...]] = (
     torch._C._get_mem_efficient_sdp_enabled,
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
-    *(partial(torch._C._get_fp32_precision_getter, *row) for row in _PRECISIONS),
+    *precision_settings.values(),
 )
 
 

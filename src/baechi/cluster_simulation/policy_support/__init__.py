@@ -1,1 +1,1 @@
-"""What policies are made of: their interfaces, predicted rates, and methods that they share."""
+"""Interfaces of policies, predicted rates, and methods that several policies share."""

@@ -148,7 +148,7 @@ class CudaExecutor:
         self._launches = [self._launches_of(phase) for phase in range(len(program.phases))]
         self._spare: list[Events] = []  # of no step that runs
         self._lane_places = [self._place(lane) for lane in range(len(program.lanes))]
-        self._callers_alone: Streams = [None] * len(program.lanes)
+        self._no_lanes: Streams = [None] * len(program.lanes)
 
     def _launches_of(self, phase: int) -> list[_Launch]:
         """The instructions of a phase, in the program's order."""
@@ -239,7 +239,7 @@ class CudaExecutor:
         """
         step = steps[0]
         run: _StepRun = step.own
-        lanes = run.own if whole is None else self._callers_alone
+        lanes = run.own if whole is None else self._no_lanes
         streams = [
             run.callers.get(place) if own is None else own
             for place, own in zip(self._lane_places, lanes, strict=True)
