@@ -369,7 +369,7 @@ class _Planner:
             if shapes is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
-                    *(checkpoint, *shapes, self._profiles),
+                    *(checkpoint, *shapes, partial(self._profiles, batches=batches)),
                     replayed=self.cuda_graphs is not False,
                 )
                 _keep_graphs(special, shapes[0])
@@ -581,7 +581,7 @@ class _Planner:
         compared: Callable[[OpGraph], Comparison | None],
     ) -> tuple[OpGraph, Placement, Any]:
         """As `_searched`; of ranks the first one searches, with costs of each kind of device."""
-        profiles = self._profiles(traced)
+        profiles = self._profiles(traced, batches)
         search = partial(self._searched, traced, profiles, homes, batches, compared)
         return search() if self.ranks is None else placement_for_all(self.ranks, search)
 
@@ -688,16 +688,18 @@ class _Planner:
 
         return place_of
 
-    def _profiles(self, traced: Traced) -> list[Profile]:
+    def _profiles(self, traced: Traced, batches: int) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""
+        cut = batches if self.training else 1
         if isinstance(self.costs, Profile):
             return [self.costs]
         if self.costs == "estimate":
             most = self._most_lanes([device.kind for device in self.cluster.devices])
             kinds = [*most, *(lane_kind(kind, n) for kind, n in most.items() if n > 1)]
-            return [estimate(traced, kind) for kind in kinds]
+            return [estimate(traced, kind, microbatches=cut) for kind in kinds]
         if (ranks := self.ranks) is not None:
             options: Any = {"threads": self.threads or torch.get_num_threads()}
+            options["microbatches"] = cut
             options["progress"] = self.progress and ranks.rank == 0
             return costs_of_kinds(ranks, partial(profile, traced, ranks.device, **options))
         threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
@@ -710,7 +712,14 @@ class _Planner:
         rows = [(place, 1) for place in first.values()]
         rows += [(first[kind], lanes) for kind, lanes in most.items() if lanes > 1]
         return [
-            profile(traced, place, threads=threads, progress=self.progress, lanes=lanes)
+            profile(
+                traced,
+                place,
+                threads=threads,
+                progress=self.progress,
+                lanes=lanes,
+                microbatches=cut,
+            )
             for place, lanes in rows
         ]
 

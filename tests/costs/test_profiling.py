@@ -263,6 +263,46 @@ def test_adding_up_gradients_is_in_the_backward_of_who_made_the_tensor() -> None
     }
 
 
+def test_later_micro_batches_add_up_gradients_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted(monkeypatch)  # ten microseconds each
+    model, x = residual()
+    model.second.requires_grad_(False)
+    traced = baechi.trace(model, (x,))
+
+    def costs_of(n: int) -> dict[str, baechi.OpCost]:
+        found = baechi.profile(traced, threads=1, cache=tmp_path / "a", microbatches=n)
+        return dict(zip([op.name for op in traced.ops], found.costs, strict=True))
+
+    once, four = costs_of(1), costs_of(4)
+    first = next(name for name in once if name.startswith("first"))
+    assert four[first] == replace(
+        once[first],
+        backward_ns=once[first].backward_ns + 7_500,
+        backward_launch_ns=four[first].backward_launch_ns,
+    )
+    assert {**four, first: None} == {**once, first: None}
+    with pytest.raises(baechi.InputError, match="microbatches"):
+        baechi.profile(traced, microbatches=0)
+
+
+def test_a_plan_of_micro_batches_has_the_additions_of_their_gradients() -> None:
+    model, x = residual()
+    placed = baechi.place(
+        *(model, {"cpu:0": "1GiB"}),
+        example_args=(x,),
+        costs="estimate",
+        microbatches=4,
+        progress=False,
+    )
+    costs = baechi.estimate(baechi.trace(model, (x[:1],)), "cpu", microbatches=4).costs
+    turns_ns = 4 * sum(cost.forward_ns + cost.backward_ns for cost in costs)
+    alone = baechi.estimate(baechi.trace(model, (x[:1],)), "cpu").costs
+    assert turns_ns > 4 * sum(cost.forward_ns + cost.backward_ns for cost in alone)
+    assert placed.schedule.makespan_ns == turns_ns
+
+
 def test_ctrl_c_keeps_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import opaque_leaves
-from baechi.validation import check_is
+from baechi.validation import check_is, check_positive
 
 SEEN: Final = "shapes alone do not run it: counted on the values of the example"
 UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"
@@ -74,6 +74,7 @@ def estimate(
     kinds_file: str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     tf32: bool | None = None,
+    microbatches: int = 1,
 ) -> Profile:
     """The computed cost of every operator of a traced model on one kind of device.
 
@@ -89,6 +90,7 @@ def estimate(
         calibration: From `calibrate`, of this kind.
         tf32: Whether fp32 products run as tf32 where the kind can; `None` takes what torch is set
             to in this process: convolutions do, products of matrices do not.
+        microbatches: Number of calls like the traced one in a step, as of `profile`.
 
     Raises:
         InputError: The traced model was loaded from a file, the kind is unknown, a row of the
@@ -100,6 +102,14 @@ def estimate(
     if calibration is not None:
         row = row.calibrated(check_is(calibration, Calibration, "calibration"))
     rounded = rounded_classes(row, tf32)
+    later = check_positive(microbatches, "microbatches") - 1
+
+    def accumulation_ns(trained_bytes: int) -> int:
+        """Adding a micro-batch's gradients to those before, on average over all."""
+        kernel = Kernel("elementwise", "fp32", 0, 3 * trained_bytes)
+        whole_ns = row.run_ns((kernel,), lanes) if later and trained_bytes else 0
+        return later * whole_ns // microbatches
+
     costs = {
         key: OpCost(
             row.run_ns(as_run(load.forward, rounded), lanes),
@@ -117,7 +127,11 @@ def estimate(
     rows = tuple(
         replace(
             costs[op.key],
-            backward_ns=max(costs[op.key].backward_ns, held.least_ns) if op.differentiable else 0,
+            backward_ns=max(
+                costs[op.key].backward_ns + accumulation_ns(op.trained_bytes), held.least_ns
+            )
+            if op.differentiable
+            else 0,
             backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,

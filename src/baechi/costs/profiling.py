@@ -60,6 +60,7 @@ def profile(
     progress: bool = True,
     cache: bool | str | Path = True,
     lanes: int = 1,
+    microbatches: int = 1,
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
 
@@ -72,6 +73,8 @@ def profile(
             cache directory, a path is a file of your own, and `False` keeps nothing.
         lanes: On a GPU, the time of every operator is that of so many copies of it at once, on a
             stream each: what it takes on one of several lanes that are all busy (`lane_kind`).
+        microbatches: Number of calls like the traced one in a step. Those after the first add their
+            gradients of parameters to what is there, and every backward has its share of that.
 
     Raises:
         InputError: The traced model was loaded from a file, the device is not there, an operator
@@ -88,6 +91,7 @@ def profile(
     place = torch_device(device)
     if check_positive(lanes, "lanes") > 1 and place.type != "cuda":
         raise InputError(f"lanes={lanes} is for a GPU, and {place} is none; leave it out.")
+    check_positive(microbatches, "microbatches")
     count = torch.get_num_threads() if threads is None else check_threads(threads, "threads")
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -99,18 +103,18 @@ def profile(
         store = None
         if cache is not False:
             store = stack.enter_context(ProfileStore(None if cache is True else cache))
-        measured = _measured(traced, Bench(traced, place, count, lanes), store, progress)
+        jobs = _jobs(traced, accumulates=microbatches > 1)
+        measured = _measured(jobs, Bench(traced, place, count, lanes), store, progress)
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
-    rows = _rows(traced, measured)
+    rows = _rows(traced, measured, microbatches)
     kind = lane_kind(device_kind(place), lanes)
     return Profile(traced.digest, kind, rows, "measured", environment)
 
 
 def _measured(
-    traced: Traced, bench: Bench, store: ProfileStore | None, progress: bool
+    jobs: dict[str, int | Addition], bench: Bench, store: ProfileStore | None, progress: bool
 ) -> dict[str, Measured]:
     """The cost of every distinct job by its key: from the store, else measured and stored."""
-    jobs = _jobs(traced)
     costs: dict[str, Measured] = {}
     if store is not None:
         found = {key: store.find(key, bench.conditions) for key in jobs}
@@ -152,14 +156,16 @@ def _measured(
     return costs
 
 
-def _jobs(traced: Traced) -> dict[str, int | Addition]:
+def _jobs(traced: Traced, *, accumulates: bool) -> dict[str, int | Addition]:
     """Distinct operators, then additions, by key."""
     jobs: dict[str, int | Addition] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
             jobs.setdefault(op.key, index)
-    return jobs | {addition.key: addition for row in _additions(traced) for addition in row}
+    additions = [addition for row in _additions(traced) for addition in row]
+    additions += filter(None, _accumulations(traced)) if accumulates else []
+    return jobs | {addition.key: addition for addition in additions}
 
 
 def _tracked(keys: list[str], title: str, progress: bool) -> Iterator[str]:
@@ -258,10 +264,20 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
     return rows
 
 
-def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
+def _accumulations(traced: Traced) -> list[Addition | None]:
+    """What adds the gradients of every op's parameters to those of earlier micro-batches."""
+    return [
+        Addition(op.trained_bytes, earlier=True)
+        if op.trained_bytes and index in traced.differentiated
+        else None
+        for index, op in enumerate(traced.ops)
+    ]
+
+
+def _rows(traced: Traced, measured: dict[str, Measured], microbatches: int) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
     rows = []
-    held = held_gradients(traced)
+    held, accumulations = held_gradients(traced), _accumulations(traced)
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
@@ -270,6 +286,10 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
             backward_ns += count * measured[addition.key].forward_ns
             launch_ns += count * measured[addition.key].forward_launch_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
+        if microbatches > 1 and (accumulation := accumulations[index]) is not None:
+            parts.append(measured[accumulation.key])
+            backward_ns += (microbatches - 1) * parts[-1].forward_ns // microbatches
+            launch_ns += (microbatches - 1) * parts[-1].forward_launch_ns // microbatches
         uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = filter(None, (cost.remark, uncertain))
         known = asdict(cost) | {
