@@ -111,6 +111,19 @@ def test_help_teaches(command):
     assert "or example" in text
 
 
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("words", [("estimate", "--kind", "T4"), ("profile", "--threads", 1)])
+def test_costs_of_micro_batches_have_the_additions_of_their_gradients(words):
+    command, *options = words
+    for n in (1, 8):
+        run(command, "model.py:tiny", *options, "--microbatches", n, "-o", f"{n}.json")
+    one, eight = (baechi.load(f"{n}.json").costs for n in (1, 8))
+    assert sum(cost.backward_ns for cost in one) < sum(cost.backward_ns for cost in eight)
+    run(command, "model.py:tiny", *options, "--inference", "--microbatches", 8, "-o", "i.json")
+    trained = [cost.parameter_bytes and cost.backward_ns for cost in baechi.load("i.json").costs]
+    assert trained == [cost.parameter_bytes and cost.backward_ns for cost in one]
+
+
 @pytest.mark.parametrize(("command", "names"), [("solve", tuple(PLACERS)), ("profile", OPTIMIZERS)])
 def test_help_names_every_choice(command, names):
     words = set(re.findall(r"[\w-]+", run(command, "--help")))

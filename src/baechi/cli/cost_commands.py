@@ -68,6 +68,14 @@ CheckpointOption = Annotated[
         "a path or a pattern such as 'h.*'; may be given repeatedly.",
     ),
 ]
+MicrobatchesOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Number of such calls in a step, as in `solve --microbatches`: the others add their "
+        "gradients of parameters to those of the first.",
+    ),
+]
 KindsOption = Annotated[
     Path | None, typer.Option("--kinds", help="A TOML file with more device kinds.")
 ]
@@ -89,6 +97,7 @@ def profile(
     inference: InferenceOption = False,
     optimizer: OptimizerOption = "adamw",
     checkpoint: CheckpointOption = None,
+    microbatches: MicrobatchesOption = 1,
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -130,7 +139,10 @@ def profile(
 
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
-    measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
+    calls = 1 if inference else microbatches
+    measured: Profile = baechi.profile(
+        traced, device=device, threads=threads, cache=where, microbatches=calls
+    )
     _say_costs(f"measured on {device}", measured)
     _say_remarks(traced, measured)
     write(measured, out)
@@ -159,6 +171,7 @@ def estimate(
     inference: InferenceOption = False,
     optimizer: OptimizerOption = "adamw",
     checkpoint: CheckpointOption = None,
+    microbatches: MicrobatchesOption = 1,
 ) -> None:
     r"""Compute what every operator of a model costs, on a device that need not be here.
 
@@ -188,7 +201,10 @@ def estimate(
         )
     fitted = load(calibration, Calibration) if calibration is not None else None
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
-    computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
+    calls = 1 if inference else microbatches
+    computed: Profile = baechi.estimate(
+        traced, kind, kinds_file=kinds, calibration=fitted, microbatches=calls
+    )
     _say_costs(f"computed for {row.name}", computed)
     unseen = sum(bool(cost.remark) for cost in computed.costs)
     if unseen:
