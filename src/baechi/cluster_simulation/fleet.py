@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from random import Random
 from typing import Final, final
 
@@ -144,9 +145,16 @@ class Fleet:
         return tuple(gpu.node for gpu in self.gpus)
 
     @cached_property
+    def gpus_of(self) -> list[list[int]]:
+        """The GPUs of every node."""
+        return [
+            list(row) for _, row in groupby(range(len(self.gpus)), key=self.node_of.__getitem__)
+        ]
+
+    @cached_property
     def gpus_per_node(self) -> int:
         """GPUs of the largest node."""
-        return max(Counter(self.node_of).values())
+        return max(map(len, self.gpus_of))
 
 
 @final

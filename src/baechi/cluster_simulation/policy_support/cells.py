@@ -5,8 +5,6 @@ The allocation of HiveD (Zhao et al., OSDI'20, section 4.1), as of memory by bud
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from baechi.cluster_simulation.fleet import Fleet
-
 
 def cell_of(gpus: int) -> int:
     """The size of the smallest cell for so many GPUs."""
@@ -34,27 +32,19 @@ def buddy(
     """
     found = []
     for node in nodes:
-        size = min(cell_of(needs), len(node))
+        size, free = min(cell_of(needs), len(node)), set(node).difference(taken)
         for begin in range(0, len(node) - size + 1, size):
             cell = tuple(node[begin : begin + size])
-            if needs > size or any(gpu in taken for gpu in cell) or not fits(cell[:needs]):
+            if needs > size or not free.issuperset(cell) or not fits(cell[:needs]):
                 continue
             room, wider = size, 2 * size
             while wider <= len(node):
                 start = begin // wider * wider
-                if any(gpu in taken for gpu in node[start : start + wider]):
+                if not free.issuperset(node[start : start + wider]):
                     break
                 room, wider = wider, 2 * wider
             found.append((sum(gpu in avoided for gpu in cell), room, cell[:needs]))
     return min(found)[-1] if found else None
-
-
-def nodes_of(fleet: Fleet) -> list[list[int]]:
-    """The GPUs of every node."""
-    nodes: list[list[int]] = [[] for _ in range(fleet.nodes)]
-    for index, gpu in enumerate(fleet.gpus):
-        nodes[gpu.node].append(index)
-    return nodes
 
 
 def whole(
