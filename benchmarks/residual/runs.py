@@ -15,7 +15,7 @@ from baechi.cluster_simulation.placement_schemes import (
     LeastLoaded,
     Scheme,
 )
-from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
+from baechi.cluster_simulation.policies.fifo import FitJobFirst
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policy_support.policy import Policy
 from baechi.cluster_simulation.results import SimulationResult, summary

@@ -40,9 +40,8 @@ from baechi.cluster_simulation.policies import (
     scheme_named,
     sharing_named,
 )
-from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policies.fifo import Fifo, FitJobFirst
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
-from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import TimeSlicing

@@ -14,10 +14,9 @@ from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
 from baechi.cluster_simulation.policies.fair_share import FairShare
-from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst
-from baechi.cluster_simulation.policies.fifo import Fifo
+from baechi.cluster_simulation.policies.fewest_gpus import FewestGpusFirst, ShortestGpuTime
+from baechi.cluster_simulation.policies.fifo import Fifo, FitJobFirst
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
-from baechi.cluster_simulation.policies.fit_job_first import FitJobFirst
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
 from baechi.cluster_simulation.policies.hived import HiveD
@@ -30,7 +29,6 @@ from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pal import Pal
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policies.priority import Priority
-from baechi.cluster_simulation.policies.shortest_gpu_time import ShortestGpuTime
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
 from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait

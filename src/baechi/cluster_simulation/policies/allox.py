@@ -83,17 +83,14 @@ class AlloX(AllocatingPolicy):
 
     name = "allox"
 
-    def __init__(self, alpha: float = _ALPHA) -> None:
-        self._alpha = alpha
-
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The running jobs, and those that the matching starts on free GPUs."""
         kept = view.kept()
-        waiting = [run for run in view.runs if not run.running]
         free = view.idle_by_kind
         if not sum(free):
             return kept
-        waiting = waiting[: min(_MOST, max(sum(free), int(self._alpha * len(waiting))))]
+        many = max(sum(free), int(_ALPHA * len(view.waiting)))
+        waiting = view.waiting[: min(_MOST, many)]
         times = [[view.time_left(run, kind=kind) for kind in view.kinds] for run in waiting]
         sizes = [[view.needs(run, kind) for kind in view.kinds] for run in waiting]
         places = matched(times, sizes, free)

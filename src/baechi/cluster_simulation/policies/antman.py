@@ -60,8 +60,7 @@ class AntMan(AllocatingPolicy):
         guests = [run for run in alone if run.job.priority < 0]
         hosts = [run for run in alone if run.job.priority >= 0]
         free = len(view.idle)
-        waiting = [run for run in view.runs if not run.running]
-        for run in sorted(waiting, key=lambda run: run.job.priority < 0):
+        for run in sorted(view.waiting, key=lambda run: run.job.priority < 0):
             guaranteed = run.job.priority >= 0
             needs = view.needs(run)
             partners = guests if guaranteed else hosts

@@ -39,7 +39,7 @@ class Clockwork(AllocatingPolicy):
         """The running jobs, and the first that find GPUs on which they are not too late."""
         answer = view.kept()
         free = view.idle_by_kind
-        waiting = [run for run in view.runs if not run.running]
+        waiting = list(view.waiting)
         times = {
             run.index: [view.time_left(run, kind=kind) for kind in view.kinds] for run in waiting
         }

@@ -23,7 +23,6 @@ from baechi.cluster_simulation.policy_support.allocation import Allocation, Clus
 from baechi.cluster_simulation.policy_support.locality import LEVELS, distance, in_order
 
 _TIMER: Final = 300
-_ROUND: Final = 300
 _WAITS: Final = 10
 _MARGIN: Final = 2
 
@@ -33,8 +32,9 @@ class Dally(RoundPolicy):
     """The least progress first, on GPUs as near as its timers still ask for."""
 
     name = "dally"
+    round_ticks = 300
 
-    def __init__(self, ticks: int = _ROUND) -> None:
+    def __init__(self, ticks: int | None = None) -> None:
         super().__init__(ticks)
         self._waits: dict[tuple[int, int], deque[int]] = {}  # by GPUs and level
         self._noted: dict[int, int] = {}  # how often a job had started when its wait was noted

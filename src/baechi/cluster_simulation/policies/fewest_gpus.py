@@ -1,4 +1,4 @@
-"""Jobs of the fewest GPUs first, as the Tiresias simulator's `sjf`."""
+"""The fewest GPUs or the least GPU-time first: the Tiresias simulator's `sjf`, `shortest-gpu`."""
 
 from typing import final
 
@@ -17,3 +17,15 @@ class FewestGpusFirst(Policy):
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
+
+
+@final
+class ShortestGpuTime(Policy):
+    """The least remaining time times GPUs first, preempting."""
+
+    name = "shortest-gpu"
+    preemptive = True
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """By remaining GPU-time; equals stay as they were."""
+        return sorted(runs, key=lambda run: run.remaining(now) * run.job.gpus)

@@ -16,9 +16,7 @@ class FinishTimeFairness(Periodic):
     """
 
     name = "themis"
-
-    def __init__(self, lease: int = 600) -> None:
-        super().__init__(lease)
+    quantum_ticks = 600
 
     def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
         rho = {run.index: self.rho(run, len(runs), now) for run in runs}

@@ -17,12 +17,10 @@ its balancing of load between servers by moving jobs is the scheme's.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 from baechi.cluster_simulation.jobs import WHOLE, JobRun
 from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
-
-_QUANTUM: Final = 60
 
 
 @final
@@ -30,9 +28,10 @@ class GandivaFair(RoundPolicy):
     """The least pass first, on kinds by gain, in quanta."""
 
     name = "gandiva-fair"
+    round_ticks = 60
 
-    def __init__(self, quantum: int = _QUANTUM) -> None:
-        super().__init__(quantum)
+    def __init__(self) -> None:
+        super().__init__()
         self._pass: dict[int, int] = {}
         self._price: dict[int, int] = {}  # thousandths per tick, of those who run in this quantum
         self._last = 0

@@ -34,7 +34,6 @@ from baechi.cluster_simulation.policy_support.throughput_programs import (
     equal_parts,
 )
 
-_ROUND: Final = 360
 _PAIRED: Final = 32  # jobs that are looked at for pairs: some hundreds of columns
 
 
@@ -45,11 +44,12 @@ class Gavel(RoundPolicy):
     Args:
         name: `gavel-max-min`, `gavel-makespan`, `gavel-ftf`, or `gavel-packed` (max-min, and pairs
             of jobs share GPUs).
-        ticks: The length of a round.
     """
 
-    def __init__(self, name: str, ticks: int = _ROUND) -> None:
-        super().__init__(ticks)
+    round_ticks = 360
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self._jobs: tuple[int, ...] = ()  # that the program was solved for
         self._columns: list[Column] = []

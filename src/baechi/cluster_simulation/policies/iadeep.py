@@ -37,7 +37,7 @@ class IADeep(AllocatingPolicy):
         answer = view.kept()
         free = len(view.idle)
         groups = [(len(group[0].grant.gpus), group) for group in view.groups()]
-        for run in (run for run in view.runs if not run.running):
+        for run in view.waiting:
             needs = view.needs(run)
             if needs <= free:
                 free -= needs

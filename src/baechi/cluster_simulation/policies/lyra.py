@@ -28,7 +28,6 @@ from baechi.cluster_simulation.policy_support.optimal_choices import knapsack
 from baechi.cluster_simulation.policy_support.server_loans import reclaimed
 
 _INFERENCE: Final = "inference"
-_INTERVAL: Final = 300
 
 
 @final
@@ -36,17 +35,15 @@ class Lyra(RoundPolicy):
     """Inference first, on reclaimed servers if need be; training jobs on what is left."""
 
     name = "lyra"
-
-    def __init__(self, interval: int = _INTERVAL) -> None:
-        super().__init__(interval)
+    round_ticks = 300
 
     def urgent(self, view: ClusterView) -> bool:
         """Inference does not wait for training jobs."""
-        return any(run.job.priority > 0 and not run.running for run in view.runs)
+        return any(run.job.priority > 0 for run in view.waiting)
 
     def fill(self, view: ClusterView) -> Sequence[Allocation]:
         """In the middle of an interval the shortest that fit start with their least size."""
-        waiting = _shortest(view, (run for run in view.runs if not run.running))
+        waiting = _shortest(view, view.waiting)
         sizes, _ = view.least_sizes(waiting, len(view.idle))
         return [Allocation(run, sizes[run.index]) for run in waiting if run.index in sizes]
 

@@ -15,13 +15,11 @@ have equally many GPUs. Offline jobs that are matched to nobody take GPUs that a
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, final
+from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 from baechi.cluster_simulation.policy_support.optimal_choices import couples
-
-_INTERVAL: Final = 900
 
 
 @final
@@ -29,9 +27,7 @@ class MuxFlow(RoundPolicy):
     """Online jobs by arrival, and offline ones by a matching."""
 
     name = "muxflow"
-
-    def __init__(self, interval: int = _INTERVAL) -> None:
-        super().__init__(interval)
+    round_ticks = 900
 
     def urgent(self, view: ClusterView) -> bool:
         """An online job that finds room once offline ones leave."""
@@ -48,9 +44,8 @@ class MuxFlow(RoundPolicy):
 
     def fill(self, view: ClusterView) -> Iterable[Allocation]:
         """In the middle of an interval those who wait, on idle GPUs and beside who is alone."""
-        waiting = [run for run in view.runs if not run.running]
-        hosts = [run for run in waiting if run.job.priority >= 0]
-        guests = [run for run in waiting if run.job.priority < 0]
+        hosts = [run for run in view.waiting if run.job.priority >= 0]
+        guests = [run for run in view.waiting if run.job.priority < 0]
         alone = [group[0] for group in view.groups() if len(group) == 1]
         open_hosts = [run for run in alone if run.job.priority >= 0]
         return _matched(view, hosts, guests, open_hosts, len(view.idle))

@@ -13,12 +13,10 @@ out.
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
-
-_INTERVAL: Final = 600
 
 
 @final
@@ -26,9 +24,7 @@ class Optimus(RoundPolicy):
     """The largest marginal gain in remaining time."""
 
     name = "optimus"
-
-    def __init__(self, interval: int = _INTERVAL) -> None:
-        super().__init__(interval)
+    round_ticks = 600
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The least for all in order of arrival, then GPU by GPU."""

@@ -18,13 +18,11 @@ GPUs is taken. Jobs are in order of arrival, which the paper leaves to another p
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Final, final
+from typing import final
 
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import WHOLE, Job, JobRun
 from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
-
-_ROUND: Final = 300
 
 
 def speeds(fleet: Fleet, job: Job, among: Sequence[int]) -> dict[int, int]:
@@ -72,9 +70,10 @@ class Pal(RoundPolicy):
     """The first jobs that fill the cluster; the most sensitive of them choose first."""
 
     name = "pal"
+    round_ticks = 300
 
-    def __init__(self, ticks: int = _ROUND) -> None:
-        super().__init__(ticks)
+    def __init__(self) -> None:
+        super().__init__()
         self._spread: dict[object, float] = {}  # the fastest GPU over the slowest, by class
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
@@ -83,7 +82,7 @@ class Pal(RoundPolicy):
 
     def fill(self, view: ClusterView) -> Sequence[Allocation]:
         """In the middle of a round the first that wait, on idle GPUs."""
-        return self._placed(view, [run for run in view.runs if not run.running], view.idle)
+        return self._placed(view, view.waiting, view.idle)
 
     def _placed(
         self, view: ClusterView, runs: Sequence[JobRun], gpus: Sequence[int]

@@ -19,7 +19,6 @@ from typing import Final, final
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policy_support.allocation import Allocation, ClusterView, RoundPolicy
 
-_INTERVAL: Final = 60
 _RESTART: Final = 0.25
 _THRESHOLD: Final = 4 * 3600  # GPU-seconds
 _STARVED: Final = 1e-3  # the speedup of a job without GPUs
@@ -30,9 +29,7 @@ class Pollux(RoundPolicy):
     """The largest harmonic mean of speedups."""
 
     name = "pollux"
-
-    def __init__(self, interval: int = _INTERVAL) -> None:
-        super().__init__(interval)
+    round_ticks = 60
 
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The better of sizes from nothing, and of sizes that only grow."""

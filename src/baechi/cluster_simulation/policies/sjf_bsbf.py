@@ -50,8 +50,7 @@ class SjfBsbf(AllocatingPolicy):
         answer = view.kept()
         alone = [group[0] for group in view.groups() if len(group) == 1]
         free = len(view.idle)
-        waiting = [run for run in view.runs if not run.running]
-        for run in sorted(waiting, key=lambda run: (run.remaining(view.now), run.index)):
+        for run in sorted(view.waiting, key=lambda run: (run.remaining(view.now), run.index)):
             needs = view.needs(run)
             if needs <= free:
                 free -= needs

@@ -11,9 +11,7 @@ class TimeSlicing(Periodic):
     """Gandiva's round robin (OSDI'18): at a new quantum, those that held GPUs least go first."""
 
     name = "gandiva"
-
-    def __init__(self, quantum: int = 60) -> None:
-        super().__init__(quantum)
+    quantum_ticks = 60
 
     def _dealt(self, runs: list[JobRun], now: int) -> list[JobRun]:
         return sorted(runs, key=lambda run: (run.attained(now), run.index))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import final
+from typing import ClassVar, final
 
 from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policy_support.policy import Policy
@@ -49,6 +49,11 @@ class Allocation:
 @dataclass(frozen=True)
 class ClusterView(Predictions):
     """What a policy sees: what is on the cluster, and what jobs would do there."""
+
+    @cached_property
+    def waiting(self) -> list[JobRun]:
+        """The jobs that hold no GPUs, by arrival."""
+        return [run for run in self.runs if not run.running]
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
@@ -170,14 +175,16 @@ class AllocatingPolicy(Policy):
 class RoundPolicy(AllocatingPolicy):
     """Decides at the beginning of every round; in between, who finds room starts.
 
-    Args:
-        ticks: The length of a round.
+    Attributes:
+        round_ticks: The length of a round, where it is built without one.
     """
 
     preemptive = True
+    round_ticks: ClassVar[int]
 
-    def __init__(self, ticks: int) -> None:
-        self._ticks = check_positive(ticks, "the round in ticks")
+    def __init__(self, ticks: int | None = None) -> None:
+        length = self.round_ticks if ticks is None else ticks
+        self._ticks = check_positive(length, "the round in ticks")
         self._round = -1
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
@@ -200,8 +207,7 @@ class RoundPolicy(AllocatingPolicy):
 
     def fill(self, view: ClusterView) -> Iterable[Allocation]:
         """Allocations of waiting jobs for idle GPUs, in the middle of a round: those that fit."""
-        waiting = (run for run in view.runs if not run.running)
-        return view.on_best_kinds(waiting, view.idle_by_kind)
+        return view.on_best_kinds(view.waiting, view.idle_by_kind)
 
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The beginning of the next round, while there are jobs."""

@@ -102,9 +102,11 @@ class Periodic(Policy):
     """Deals GPUs out anew at the end of every quantum; in between, jobs keep what they have."""
 
     preemptive = True
+    quantum_ticks: ClassVar[int]
 
-    def __init__(self, quantum: int) -> None:
-        self._quantum = check_positive(quantum, "the quantum in ticks")
+    def __init__(self, quantum: int | None = None) -> None:
+        length = self.quantum_ticks if quantum is None else quantum
+        self._quantum = check_positive(length, "the quantum in ticks")
         self._turn = -1
 
     def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
