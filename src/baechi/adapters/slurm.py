@@ -20,7 +20,7 @@ _CLOSED: Final = frozenset(
 )
 _FIELD: Final = re.compile(r"(?:^|\s)([A-Za-z]\w*)=(\S*)")
 _GRES: Final = re.compile(r"gpu(?::([^:(,]+|\(null\)))?:(\d+)(?:\(([^)]*)\))?")
-_PORT: Final = 29500
+_PORT: Final = 29500  # where the ranks meet, on the first node
 
 
 def slurm_devices(text: str, kinds: Mapping[str, str] | None = None) -> tuple[FreeDevice, ...]:
@@ -66,7 +66,6 @@ def batch_script(
     command: Sequence[str],
     *,
     options: Sequence[str] = (),
-    port: int = _PORT,
 ) -> str:
     """An `sbatch` script that starts a rank for every device with `torchrun`.
 
@@ -78,7 +77,6 @@ def batch_script(
         devices: The names of the devices, `NODE/a100:2`, as `slurm_devices` gives them.
         command: The script and its arguments.
         options: Further `#SBATCH` options, such as `--time=2:00:00`, for every component.
-        port: Where the ranks meet, on the first node.
 
     Raises:
         InputError: There are no devices or no command, or a name is none of a node's GPU.
@@ -114,7 +112,7 @@ def batch_script(
     groups = f" --het-group=0-{len(components) - 1}" if len(components) > 1 else ""
     run = (
         f"exec torchrun --nnodes={len(nodes)} --node-rank=$SLURM_PROCID --nproc-per-node=gpu "
-        f"--master-addr={next(iter(nodes))} --master-port={port} {shlex.join(command)}"
+        f"--master-addr={next(iter(nodes))} --master-port={_PORT} {shlex.join(command)}"
     )
     lines += ["", f"srun{groups} bash -c {shlex.quote(run)}", ""]
     return "\n".join(lines)

@@ -238,6 +238,11 @@ class DeviceStates:
         self._ample = self.memory_left.count(None) == len(fleet.gpus)  # memory is not modeled
         self._busy = [0] * fleet.nodes  # GPUs of every node
 
+    @property
+    def idle(self) -> int:
+        """How many GPUs no job is on."""
+        return len(self.owners) - sum(self._busy)
+
     def admits(self, gpu: int, part: Part) -> bool:
         """True if a GPU has room for one more part."""
         if self.sharing.wants_whole and self.fleet.gpus[gpu].held_bytes:

@@ -47,6 +47,8 @@ class WholeScheme(Scheme):
 
     def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """What `choose` takes of the GPUs that have room, if they are enough."""
+        if devices.sharing.most == 1 and job.gpus > devices.idle:
+            return None
         part = job.part
         chosen = self.choose(job.gpus, devices.open(part), devices)
         return Grant(tuple(sorted(chosen)), (part,) * job.gpus) if len(chosen) == job.gpus else None

@@ -20,23 +20,15 @@ from baechi.cluster_simulation.policy_support.allocation import (
     ClusterView,
 )
 from baechi.cluster_simulation.policy_support.locality import LEVELS, closest
-from baechi.validation import check_positive
 
 _PATIENCE: Final = 300  # ticks at each level: some minutes of attempts
 
 
 @final
 class DelayRelaxation(AllocatingPolicy):
-    """The first to arrive that finds GPUs as near to each other as it still insists on.
-
-    Args:
-        patience: The ticks after which it insists on less.
-    """
+    """The first to arrive that finds GPUs as near to each other as it still insists on."""
 
     name = "delay-relaxation"
-
-    def __init__(self, patience: int = _PATIENCE) -> None:
-        self._patience = check_positive(patience, "the patience in ticks")
 
     def allocate(self, view: ClusterView) -> Sequence[Allocation]:
         """The running jobs, and those that start."""
@@ -46,7 +38,7 @@ class DelayRelaxation(AllocatingPolicy):
             needs = view.needs(run)
             if run.running or needs > len(free):
                 continue
-            level = min(run.waited(view.now) // self._patience, LEVELS - 1)
+            level = min(run.waited(view.now) // _PATIENCE, LEVELS - 1)
             roomy = [gpu for gpu in free if view.has_memory(run, gpu)]
             gpus = closest(view.devices.fleet, roomy, needs, level)
             if gpus is not None:
@@ -59,8 +51,8 @@ class DelayRelaxation(AllocatingPolicy):
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The time at which the first waiting job insists on less."""
         times = [
-            now + self._patience - run.waited(now) % self._patience
+            now + _PATIENCE - run.waited(now) % _PATIENCE
             for run in runs
-            if not run.running and run.waited(now) < (LEVELS - 1) * self._patience
+            if not run.running and run.waited(now) < (LEVELS - 1) * _PATIENCE
         ]
         return min(times, default=None)
