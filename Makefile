@@ -70,12 +70,12 @@ test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which n
 # The benchmarks' own tests, too, and those of GPUs; every random test makes eight to ten times the cases.
 test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
-	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu" \
+	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
 	$(MAKE) test-emulated
 
 test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other libraries, and the recipes
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu" \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
 	  tests/ecosystem docs/recipes
 
 mutants: $(VENV)/.dev ## Break the code in eighty places, one after another: the tests must notice each

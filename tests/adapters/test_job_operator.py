@@ -149,6 +149,21 @@ def test_a_job_that_waits_says_for_what_and_starts_when_that_ends(
     assert list(ledger.snapshot().jobs) == [key_of(objects.rows["baechijobs", "team", "b"])]
 
 
+def test_who_finds_every_device_taken_is_told_whose_end_is_enough(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    full = chain(4)
+    GRAPHS[full.digest] = full
+    objects.add("baechijobs", job("a", full))
+    operator.turn()
+    assert len(ledger.snapshot().jobs[key_of(objects.of("baechijobs")[0])].claims) == 4
+    objects.add("baechijobs", job("b", SMALL))
+    operator.turn()
+    said = condition(objects, "b")
+    assert (said["reason"], said["status"]) == ("Waits", "False")
+    assert "a place is free once baechijob/team/a/uid-1 ends" in said["message"]
+
+
 def test_a_pod_that_fails_ends_its_job(
     objects: Objects, ledger: Ledger, operator: Operator
 ) -> None:

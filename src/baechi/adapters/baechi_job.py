@@ -33,6 +33,7 @@ SPELLINGS: Final = ("none", "hami", "kai", "device-plugin")
 _OVER: Final = ("Succeeded", "Failed")
 _PORT: Final = 29500
 _ASKED: Final = 8  # jobs whose end is tried where nothing fits
+_WAITS: Final = "waits"
 _CLAIMS: Final = codec(tuple[Claim, ...])
 
 
@@ -98,10 +99,10 @@ def reconcile(
                 return Plan(state.at("Waiting", "NoGraph", str(error)))
             claims, step_ns = _reserved(graph, wish, key, ledger)
         except ReservationError as error:
-            return Plan(state.at("Waiting", "NoDevice", str(error)))
-        except InfeasibleError as error:
-            reason = "Waits" if "once" in str(error) else "DoesNotFit"
+            reason = "Waits" if error.reason == _WAITS else "NoDevice"
             return Plan(state.at("Waiting", reason, str(error)))
+        except InfeasibleError as error:
+            return Plan(state.at("Waiting", "DoesNotFit", str(error)))
         except BaechiError as error:
             return Plan(state.at("Failed", "Refused", str(error)))
         state.place(claims, step_ns, ledger)
@@ -159,12 +160,12 @@ def _reserved(
     now = ledger.snapshot()
     try:
         found = decide(graph, now, wish)
-    except InfeasibleError as error:
+    except (InfeasibleError, ReservationError) as error:
         enough = _enough(graph, now, wish)
         if not enough:
             raise
         text = f"nothing that is left fits; a place is free once {' or '.join(enough)} ends."
-        raise InfeasibleError(text, *error.args[1:]) from error
+        raise ReservationError(text, _WAITS) from error
     return ledger.reserve(key, found.claims(), version=now.version).claims, found.step_ns
 
 
@@ -219,7 +220,6 @@ def _owned(job: Mapping[str, Any], name: str) -> dict[str, Any]:
         "name": metadata["name"],
         "uid": metadata["uid"],
         "controller": True,
-        "blockOwnerDeletion": True,
     }
     return {
         "name": name,
