@@ -17,6 +17,7 @@ from baechi.adapters.baechi_job import JOB_LABEL, SPELLINGS, key_of
 from baechi.adapters.job_operator import Operator
 from baechi.adapters.kueue import CONTROLLER
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH
+from baechi.records.cluster import Device
 from baechi.scheduling import Claim, Ledger
 from baechi.storage.serialization import dumps
 
@@ -162,6 +163,16 @@ def test_who_finds_every_device_taken_is_told_whose_end_is_enough(
     said = condition(objects, "b")
     assert (said["reason"], said["status"]) == ("Waits", "False")
     assert "a place is free once baechijob/team/a/uid-1 ends" in said["message"]
+
+
+def test_a_pod_goes_to_the_node_of_its_mig_instance(objects: Objects, account: Path) -> None:
+    gpus = tuple(Device(f"n/gpu{n}", 80 * GIB, 1.0, "A100-SXM-80GB") for n in range(2))
+    site = Topology(gpus, ("n",) * 2, ("switch",) * 2, LINK, None, None)
+    objects.add("baechijobs", job("a", SMALL, placement={"shareMilli": 400}))
+    operator_of(objects, Ledger(site, sharing="mig"), account).turn()
+    (pod,) = objects.of("pods")
+    assert pod["spec"]["nodeSelector"] == {"kubernetes.io/hostname": "n"}
+    assert "@" in condition(objects, "a")["message"]  # an instance, not the GPU
 
 
 def test_a_pod_that_fails_ends_its_job(

@@ -11,16 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from baechi.adapters.free_devices import MIB, reading, reservation_of
+from baechi.adapters.free_devices import (
+    CLAIMS,
+    MIB,
+    OVER,
+    nodes_of,
+    reading,
+    reservation_of,
+    runs,
+)
 from baechi.errors import BaechiError, InfeasibleError, ReservationError
-from baechi.records.cluster import Constraints, Topology
+from baechi.records.cluster import Constraints
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Wish
 from baechi.scheduling.decision import decide
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.snapshot import Snapshot
 from baechi.scheduling.whatif import whatif
-from baechi.storage.codec import codec
 from baechi.units import format_ns
 
 GROUP: Final = "baechi.dev"
@@ -30,11 +37,9 @@ JOB_LABEL: Final = "baechi.dev/job"
 RANK_LABEL: Final = "baechi.dev/rank"
 # How a container says which part of a GPU it takes.
 SPELLINGS: Final = ("none", "hami", "kai", "device-plugin")
-_OVER: Final = ("Succeeded", "Failed")
 _PORT: Final = 29500
 _ASKED: Final = 8  # jobs whose end is tried where nothing fits
 _WAITS: Final = "waits"
-_CLAIMS: Final = codec(tuple[Claim, ...])
 
 
 @final
@@ -82,7 +87,7 @@ def reconcile(
     """
     key, before = key_of(job), dict(job.get("status") or {})
     held = ledger.snapshot().jobs.get(key)
-    if before.get("phase") in _OVER or job["metadata"].get("deletionTimestamp"):
+    if before.get("phase") in OVER or job["metadata"].get("deletionTimestamp"):
         running = tuple(pod["metadata"]["name"] for pod in pods if runs(pod))
         if held is not None and not running:
             ledger.release(key)
@@ -110,11 +115,6 @@ def reconcile(
         claims = held.claims
         state.place(claims, None, ledger)
     return _of_pods(job, pods, claims, state, spelling)
-
-
-def runs(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod has not ended."""
-    return (pod.get("status") or {}).get("phase") not in _OVER
 
 
 def _of_pods(
@@ -188,11 +188,9 @@ class _State:
 
     def place(self, claims: Sequence[Claim], step_ns: int | None, ledger: Ledger) -> None:
         """Notes where the job is, and the step if it is known."""
-        base, index = ledger.site.base, ledger.site.index
-        assert isinstance(base, Topology)
-        self.nodes = [base.nodes[index[claim.device]] for claim in claims]
+        self.nodes = nodes_of(ledger, claims)
         placement = dict(self._status.get("placement") or {})
-        placement["claims"] = _CLAIMS.write(tuple(claims))
+        placement["claims"] = CLAIMS.write(tuple(claims))
         if step_ns is not None:
             placement |= {"stepNs": step_ns, "step": format_ns(step_ns)}
         self._status["placement"] = placement
@@ -258,7 +256,7 @@ def _pod(
     metadata["labels"] = {**metadata["labels"], RANK_LABEL: str(rank)}
     percent = -(-claim.share_milli * 100 // WHOLE_MILLI)
     mib = str(-(-claim.memory_bytes // MIB))
-    notes = {"baechi.dev/claim": json.dumps(_CLAIMS.write((claim,))[0], separators=(",", ":"))}
+    notes = {"baechi.dev/claim": json.dumps(CLAIMS.write((claim,))[0], separators=(",", ":"))}
     limits: dict[str, str] = {}
     scheduler = {}
     if spelling == "hami":

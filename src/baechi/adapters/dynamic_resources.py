@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from baechi.adapters.free_devices import (
-    WHOLE_MILLI,
     FreeDevice,
     items_of,
     kind_named,
@@ -18,6 +17,7 @@ from baechi.adapters.free_devices import (
     reading,
 )
 from baechi.errors import InputError
+from baechi.scheduling.claims import WHOLE_MILLI
 from baechi.scheduling.decision import Decision
 
 _Key: TypeAlias = tuple[str, str, str]  # driver, pool, device

@@ -1,6 +1,7 @@
 """Free parts of devices as cluster managers know them, and the topology of these to solve on."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,10 +11,14 @@ from typing import Any, Final, final
 from baechi.errors import InputError
 from baechi.records.cluster import Device, Link, Topology
 from baechi.records.device_kinds import find
+from baechi.scheduling.claims import WHOLE_MILLI, Claim, split_name
+from baechi.scheduling.ledger import Ledger
+from baechi.storage.codec import codec
 from baechi.validation import check_count, check_name
 
-WHOLE_MILLI: Final = 1000
 MIB: Final = 2**20
+OVER: Final = ("Succeeded", "Failed")  # phases of pods, and of BaechiJobs
+CLAIMS: Final = codec(tuple[Claim, ...])
 # https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity
 _SUFFIXES: Final[dict[str, Fraction]] = {
     **{f"{prefix}i": Fraction(1024) ** power for power, prefix in enumerate("KMGTPE", start=1)},
@@ -167,3 +172,26 @@ def reservation_of(prefix: str, item: Mapping[str, Any]) -> str:
         metadata = item["metadata"]
         namespace = metadata.get("namespace") or "default"
         return f"{prefix}{namespace}/{metadata['name']}/{metadata['uid']}"
+
+
+def runs(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod has not ended."""
+    return (pod.get("status") or {}).get("phase") not in OVER
+
+
+def annotation_of(claims: Sequence[Claim]) -> str:
+    """A job's claims as its pods carry them."""
+    return json.dumps(CLAIMS.write(tuple(claims)), separators=(",", ":"))
+
+
+def nodes_of(ledger: Ledger, claims: Sequence[Claim]) -> list[str]:
+    """The nodes of claims, in their order; of a MIG instance that of its GPU.
+
+    Raises:
+        InputError: The ledger's devices have no nodes.
+    """
+    base, index = ledger.site.base, ledger.site.index
+    if not isinstance(base, Topology):
+        raise InputError("the ledger is of a cluster without nodes; give it a Topology.")
+    names = (claim.device for claim in claims)
+    return [base.nodes[index[n] if n in index else index[split_name(n)[0]]] for n in names]

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 from baechi.adapters import baechi_job, kueue
 from baechi.adapters.api_server import MERGE, ApiError, ApiServer
 from baechi.adapters.baechi_job import GROUP, JOB_LABEL, VERSION
+from baechi.adapters.free_devices import runs
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.scheduling.ledger import Ledger
@@ -76,7 +77,7 @@ class Operator:
         for pod in self._listed(f"/api/v1/pods?labelSelector={JOB_LABEL}"):
             for owner in pod["metadata"].get("ownerReferences") or ():
                 pods.setdefault(owner["uid"], []).append(pod)
-        running = {uid for uid, rows in pods.items() if any(map(baechi_job.runs, rows))}
+        running = {uid for uid, rows in pods.items() if any(map(runs, rows))}
         self._forget(baechi_job.PREFIX, {baechi_job.key_of(job) for job in jobs}, running)
         for job in sorted(jobs, key=_age):
             with suppress(InputError):  # one that cannot be read is no reason to leave the others

@@ -5,24 +5,20 @@ answer is `Ready`, with the node and the claims for its pods, `Retry` while ther
 `Rejected` where there is none on the empty cluster either.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from baechi.adapters.free_devices import reading, reservation_of
+from baechi.adapters.free_devices import annotation_of, nodes_of, reading, reservation_of
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, SHARE
 from baechi.errors import BaechiError, InfeasibleError, InputError, ReservationError
-from baechi.records.cluster import Topology
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import UNUSED, Claim, Wish
 from baechi.scheduling.decision import decide
 from baechi.scheduling.ledger import Ledger
-from baechi.storage.codec import codec
 
 CONTROLLER: Final = "baechi.dev/placement"  # spec.controllerName of the AdmissionCheck
 PREFIX: Final = "workload/"
-_CLAIMS: Final = codec(tuple[Claim, ...])
 
 
 def key_of(workload: Mapping[str, Any]) -> str:
@@ -95,13 +91,10 @@ def _answer(
         return "Retry", str(error), []
     except BaechiError as error:
         return "Rejected", str(error), []
-    base = ledger.site.base
-    assert isinstance(base, Topology)
-    node = base.nodes[ledger.site.index[claims[0].device]]
     update = {
         "name": pods["name"],
-        "nodeSelector": {"kubernetes.io/hostname": node},
-        "annotations": {CLAIMS: json.dumps(_CLAIMS.write(claims), separators=(",", ":"))},
+        "nodeSelector": {"kubernetes.io/hostname": nodes_of(ledger, claims)[0]},
+        "annotations": {CLAIMS: annotation_of(claims)},
     }
     return "Ready", f"on {', '.join(claim.device for claim in claims)}", [update]
 

@@ -4,8 +4,9 @@ import csv
 import socket
 from typing import Final
 
-from baechi.adapters.free_devices import MIB, WHOLE_MILLI, FreeDevice, kind_named, reading
+from baechi.adapters.free_devices import MIB, FreeDevice, kind_named, reading
 from baechi.errors import InputError
+from baechi.scheduling.claims import WHOLE_MILLI
 
 COMMAND: Final = (
     "nvidia-smi --query-gpu=index,uuid,name,memory.free,utilization.gpu,mig.mode.current "

@@ -8,22 +8,27 @@ reserves. So after a kill at any moment the same questions lead to one reservati
 one version of the ledger are kept, since a scheduler asks about a pod several times.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
-from baechi.adapters.free_devices import items_of, reading
+from baechi.adapters.free_devices import (
+    annotation_of,
+    items_of,
+    nodes_of,
+    reading,
+    reservation_of,
+    runs,
+)
 from baechi.errors import BaechiError, InfeasibleError, InputError, ReservationError
 from baechi.records.cluster import Constraints, Topology
 from baechi.records.graph import OpGraph
-from baechi.scheduling.claims import Claim, Wish, split_name
+from baechi.scheduling.claims import Claim, Wish
 from baechi.scheduling.decision import Decision, decide
 from baechi.scheduling.device_sets import Demand
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.snapshot import Snapshot
-from baechi.storage.codec import codec
 from baechi.units import format_bytes
 
 GRAPH: Final = "baechi.dev/graph"
@@ -32,7 +37,6 @@ SHARE: Final = "baechi.dev/share-milli"
 _PREFIX: Final = "pod/"
 _HIGHEST: Final = 10  # of the scores that kube-scheduler takes
 _KEPT: Final = 4096  # pods, and decisions, that are remembered
-_CLAIMS: Final = codec(tuple[Claim, ...])
 # Writes the annotations and makes the binding: namespace, name, UID, node, annotations.
 Bind: TypeAlias = Callable[[str, str, str, str, Mapping[str, str]], None]
 
@@ -63,7 +67,6 @@ class Extender:
         if not isinstance(base, Topology):
             raise InputError("the ledger is of a cluster without nodes; give it a Topology.")
         self._ledger, self._graph_of, self._bind, self._effort = ledger, graph_of, bind, effort
-        self._nodes = base.nodes
         self._devices_of: dict[str, list[int]] = {}
         for place, node in enumerate(base.nodes):
             self._devices_of.setdefault(node, []).append(place)
@@ -98,14 +101,16 @@ class Extender:
             with reading("the binding"):
                 fields = ("podNamespace", "podName", "podUID", "node")
                 namespace, name, uid, node = (str(_field(asked, field)) for field in fields)
-            job = _job(namespace, name, uid)
+            metadata = {"namespace": namespace, "name": name, "uid": uid}
+            job = reservation_of(_PREFIX, {"metadata": metadata})
             if uid not in self._pods:
                 raise InputError(f"pod {name!r} was not filtered here since the start; try again.")
             digest, _ = self._pods[uid]
             claims = self._reserved(job, uid, node)
-            text = json.dumps(_CLAIMS.write(claims), separators=(",", ":"))
             try:
-                self._bind(namespace, name, uid, node, {GRAPH: digest, CLAIMS: text})
+                self._bind(
+                    namespace, name, uid, node, {GRAPH: digest, CLAIMS: annotation_of(claims)}
+                )
             except OSError as error:
                 self._ledger.release(job)
                 return {"Error": f"{node}: the pod was not bound: {error}"}
@@ -152,9 +157,9 @@ class Extender:
         alive: dict[str, tuple[dict[str, Any], str]] = {}
         with reading("the list of pods"):
             for row in items_of(pods, "Pod"):
-                if (row.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
+                if runs(row):
                     node = (row.get("spec") or {}).get("nodeName") or ""
-                    alive[_job_of(row["metadata"])] = row, node
+                    alive[reservation_of(_PREFIX, row)] = row, node
         held = self._ledger.snapshot().jobs
         for job in sorted(held):
             if job.startswith(_PREFIX) and job not in alive:
@@ -172,7 +177,11 @@ class Extender:
             metadata = _field(pod, "metadata")
             annotations = metadata.get("annotations") or {}
             share_milli = int(annotations[SHARE]) if SHARE in annotations else None
-            name, uid, job = str(metadata["name"]), str(metadata["uid"]), _job_of(metadata)
+            name, uid, job = (
+                str(metadata["name"]),
+                str(metadata["uid"]),
+                reservation_of(_PREFIX, pod),
+            )
             if GRAPH not in annotations:
                 raise InputError(f"pod {name!r} has no annotation {GRAPH}.")
             digest = str(annotations[GRAPH])
@@ -245,19 +254,7 @@ class Extender:
             raise InputError(f"no graph has digest {digest!r}; upload it first.") from None
 
     def _node_of(self, claims: Sequence[Claim]) -> str:
-        name = claims[0].device
-        index = self._ledger.site.index
-        place = index[name] if name in index else index[split_name(name)[0]]  # a MIG instance
-        return self._nodes[place]
-
-
-def _job(namespace: str, name: str, uid: str) -> str:
-    """The job of a pod: another pod of the same name is another."""
-    return f"{_PREFIX}{namespace}/{name}/{uid}"
-
-
-def _job_of(metadata: Mapping[str, Any]) -> str:
-    return _job(metadata.get("namespace") or "default", metadata["name"], metadata["uid"])
+        return nodes_of(self._ledger, claims)[0]
 
 
 def _field(row: Mapping[str, Any], name: str) -> Any:

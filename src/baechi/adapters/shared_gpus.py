@@ -8,20 +8,20 @@ from typing import Any, Final, NamedTuple
 
 from baechi.adapters.free_devices import (
     MIB,
-    WHOLE_MILLI,
     FreeDevice,
     items_of,
     kind_named,
     quantity,
     reading,
+    runs,
 )
 from baechi.errors import InputError
+from baechi.scheduling.claims import WHOLE_MILLI
 
 _REGISTER: Final = "hami.io/node-nvidia-register"
 _ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
 _GROUP: Final = "runai-gpu-group"
 _GPU: Final = "nvidia.com/gpu"
-_OVER: Final = ("Succeeded", "Failed")
 
 
 class _Card(NamedTuple):
@@ -53,7 +53,7 @@ def hami_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
     memory: Counter[str] = Counter()
     compute: Counter[str] = Counter()
     tasks: Counter[str] = Counter()
-    for pod in _running(pods):
+    for pod in filter(runs, items_of(pods, "Pod")):
         text = _annotations(pod).get(_ALLOCATED, "")
         for part in text.replace(";", ":").split(":"):
             if part.strip():
@@ -99,7 +99,7 @@ def kai_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
                 quantity(labels["nvidia.com/gpu.memory"], "nvidia.com/gpu.memory"),
                 kind_named(labels.get("nvidia.com/gpu.product", "")),
             )
-    for pod in _running(pods):
+    for pod in filter(runs, items_of(pods, "Pod")):
         node_name = (pod.get("spec") or {}).get("nodeName", "")
         if node_name not in sizes:
             continue
@@ -119,12 +119,6 @@ def kai_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
             share = int(left * WHOLE_MILLI)
             free.append(FreeDevice(name, group, int(left * mib * MIB), share, kind, group))
     return tuple(free)
-
-
-def _running(pods: Any) -> Iterator[dict[str, Any]]:
-    for pod in items_of(pods, "Pod"):
-        if (pod.get("status") or {}).get("phase") not in _OVER:
-            yield pod
 
 
 def _annotations(item: Mapping[str, Any]) -> dict[str, str]:
