@@ -534,7 +534,7 @@ class _Planner:
                 self.say(str(found))
                 split.comparison = str(found)
             return split
-        placement = self._single(graph, pinned(traced, self.cluster, homes, self.constraints))
+        placement = self._single(traced, graph, homes)
         if placement is None:
             return split
         single = self._executable(traced, graph, placement)
@@ -553,9 +553,10 @@ class _Planner:
         graphs = self.cuda_graphs is not False
         return remembered(traced, len(graph.ops), self.places, graphs=graphs)
 
-    def _single(self, graph: OpGraph, constraints: Constraints | None) -> Placement | None:
+    def _single(self, traced: Traced, graph: OpGraph, homes: ParameterDevices) -> Placement | None:
         """All on the best device; None if that does not fit."""
         try:
+            constraints = pinned(traced, self.cluster, homes, self.constraints)
             return solve_with_held(
                 graph, self.cluster, "single", self._gpus, constraints=constraints
             )
@@ -624,8 +625,8 @@ class _Planner:
         stays = len(trained) == len(homes) or self.ranks is not None  # nothing moves between ranks
         tiers = [homes] if stays else [homes, trained]
         for stay in tiers:
-            constraints = pinned(traced, self.cluster, stay, self.constraints)
             try:
+                constraints = pinned(traced, self.cluster, stay, self.constraints)
                 if limited:
                     names = choose_checkpoint(
                         *(traced, profiles, self.cluster),
@@ -639,7 +640,7 @@ class _Planner:
                         self.say(f"recomputing {', '.join(names)}")
                 n = len(self.cluster.devices)
                 self.say(f"placing {len(graph.ops)} operators on {n} devices")
-                placement = self._single(graph, constraints) if lost else None
+                placement = self._single(traced, graph, stay) if lost else None
                 placement = placement or solve_with_held(
                     *(graph, self.cluster, self.placer, self._gpus),
                     effort=self.effort,

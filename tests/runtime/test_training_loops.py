@@ -267,3 +267,57 @@ def test_dropout_masks_are_the_unsplit_models_on_one_device_under_every_placer()
             results.add(tuple(module(x).flatten().tolist()))
         assert len(results) == 1
         module.unplace()
+
+
+class Attending(nn.Module):
+    """torch's own layers, which are kernels without a derivative in evaluation."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.encoder(x, src_key_padding_mask=padding)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("evaluated_first", [False, True])
+def test_fused_layers_are_measured_and_evaluated_between_steps(evaluated_first: bool) -> None:
+    model, x = Attending(nested=False), torch.randn(2, 5, 16)
+    unsplit = copy.deepcopy(model)
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    placed = baechi.place(model, devices, placer="random", progress=False)
+    for train in (not evaluated_first, evaluated_first, not evaluated_first):
+        results = []
+        for each in (placed, unsplit):
+            each.train(train)
+            with torch.set_grad_enabled(train):
+                result = each(x)
+            if train:
+                result.sum().backward()
+                result = torch.cat([p.grad.flatten() for p in each.parameters()])
+            results.append(result)
+        assert torch.equal(*results)
+        assert len(set(placed.placement.devices)) == 2
+        assert placed.measure(1).step_ns
+    placed.unplace()
+
+
+def test_an_operator_whose_parameters_were_put_apart_says_why_it_is_one() -> None:
+    model, x = Attending(nested=True), torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    placed = baechi.place(model, devices, placer="round-robin", costs="estimate", progress=False)
+    placed(x, padding).sum().backward()
+    placed.eval()
+    match = "parameters that earlier calls put on several.*enable_nested_tensor=False"
+    with (
+        pytest.warns(UserWarning, match="stays on one device"),
+        pytest.raises(baechi.InputError, match=match),
+        torch.no_grad(),
+    ):
+        placed(x, padding)
+    placed.unplace()

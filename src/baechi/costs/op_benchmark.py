@@ -157,10 +157,14 @@ class Bench:
         """
         nodes, op = self._module.nodes[index], self.traced.ops[index]
         make_up = self._inputs.make
-        try:
-            return self._measure(make_up, nodes, before)
-        except Exception as error:  # whatever a made-up value makes an operator raise
-            alone = error
+        # Fused layers, which a run without gradients takes, have no derivative.
+        ways: list[Make] = [make_up]
+        ways += [partial(_detached, make_up)] if self._module.gradients is False else []
+        for make in ways:
+            try:
+                return self._measure(make, nodes, before)
+            except Exception as error:  # whatever a made-up value makes an operator raise
+                alone = error
         try:
             make = real_inputs(self._module, nodes, self.place, make_up)
             measured = self._measure(make, nodes, before)
@@ -231,6 +235,10 @@ class Bench:
             forward_spread_ns=reading.ns if reading.held_up else 0,
             forward_launch_ns=reading.launch_ns,
         )
+
+
+def _detached(make: Make, node: fx.Node, readers: Sequence[fx.Node]) -> Any:
+    return map_tensors(torch.Tensor.detach, make(node, readers))
 
 
 def _brief(error: Exception) -> str:

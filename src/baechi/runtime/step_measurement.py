@@ -197,7 +197,9 @@ class _Steps:
             with without_observers(self.model):
                 outputs.extend(tensors_in(self.executable([call] * n, meter)))
 
-        forward_ns = reading(forward)
+        mode = self.executable.module.gradients
+        with torch.set_grad_enabled(torch.is_grad_enabled() if mode is None else mode):
+            forward_ns = reading(forward)
         if not self.executable.training:
             return forward_ns
         # What is returned twice has one gradient.

@@ -338,6 +338,9 @@ def pinned(
     """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
 
     `homes` are the tensors that must stay, with their devices.
+
+    Raises:
+        InputError: An operator reads several that are apart.
     """
     forbidden: dict[str, set[str]] = defaultdict(set)
     for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
@@ -349,6 +352,12 @@ def pinned(
                     for device in cluster.devices
                     if device is not home and not (home.pool and device.pool == home.pool)
                 )
+        if len(forbidden.get(op.name, ())) == len(cluster.devices):
+            why = next((f": {row.reason}" for row in traced.attempts if row.reason), "")
+            raise InputError(
+                f"op {op.name!r} runs on one device, and reads parameters that earlier calls put "
+                f"on several{why}."
+            )
     if not forbidden:
         return constraints
     rest = constraints or Constraints()

@@ -94,6 +94,12 @@ def lower(
     return ops, tuple(tensor for tensor, _ in rows), traced
 
 
+def _may_fuse(layer: nn.Module) -> bool:
+    """True if it may be one kernel in evaluation without gradients, with all weights together."""
+    attention = layer.self_attn if isinstance(layer, nn.TransformerEncoderLayer) else layer
+    return isinstance(attention, nn.MultiheadAttention) and attention.batch_first
+
+
 @final
 @dataclass
 class _Owned:
@@ -119,6 +125,8 @@ class Lowering:
         self._parts = parts
         named = [*model.named_buffers(), *model.named_parameters()]
         self._owner = {id(tensor): name for name, tensor in named}
+        layers = [module for module in model.modules() if _may_fuse(module)]
+        self._layer = {id(p): layer for layer in reversed(layers) for p in layer.parameters()}
         values = (value for fact in facts.nodes.values() for value in fact.values)
         self._graded = {value.storage for value in values if value.requires_grad}
 
@@ -338,6 +346,7 @@ class Lowering:
         labels: dict[int | str, str] = {}
         lent: dict[int | str, tuple[int, int]] = {}  # owner and bytes of what has a gradient
         seen: set[str] = set()
+        fused: dict[nn.Module, set[int]] = defaultdict(set)
         union = UnionFind(n)
         for node in self._parts.program:
             for label, tensor, storage in self._state_of(node):
@@ -347,6 +356,9 @@ class Lowering:
                 key = storage if storage >= 0 else label
                 new = key not in users
                 users[key].update(readers)
+                if layer := self._layer.get(id(tensor)):
+                    fused[layer].update(readers)
+                    labels.setdefault(key, label)
                 runs = node.op == "get_attr" and node in self._parts.op_of
                 travels = runs and self._parts.travels(node)
                 nbytes = tensor.untyped_storage().nbytes()
@@ -372,6 +384,8 @@ class Lowering:
         for key, (owner_op, nbytes) in lent.items():
             later = sorted(op for op in users[key] & backward if op > owner_op)
             owned[owner_op].lent += [(nbytes, *later)] if later else []
+        for together in fused.values():
+            union.union(together)
         self._join_split_views(union)
         _join_counters(union, owned, linked)
         members: dict[int, list[int]] = defaultdict(list)
