@@ -365,6 +365,8 @@ class _Planner:
             )
             special = self._guarded(special, homes)
             placement = special.placement
+            if special.stale:
+                warnings.warn(special.stale, stacklevel=2)
             special.note = self.choice or self.traces.note(model, call, kin)
             if shapes is not None:
                 special.admission = Admission(

@@ -212,3 +212,32 @@ def test_guests_run_side_by_side_and_owners_alone() -> None:
     assert not any(overlaps)
     assert max(together) > 1
     assert not lock.is_mine
+
+
+class Carrying(nn.Module):
+    """What published models keep in attributes: counts, auxiliary losses, hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.recurrent, self.steps, self.hidden = nn.LSTM(4, 4), 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x, self.hidden = self.recurrent(self.inner(x)[None], self.hidden)
+        self.loss = x.square().mean()
+        return x[0]
+
+
+def test_what_forward_sets_is_told_where_its_python_does_not_run() -> None:
+    x, devices = torch.randn(2, 4), {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    placed = baechi.place(Carrying(), "cpu", progress=False)
+    placed(x)
+    assert placed.steps == 1  # without a word
+    placed.unplace()
+    split = baechi.place(Carrying(), devices, placer="round-robin", progress=False)
+    with pytest.warns(UserWarning, match="this Carrying sets hidden, loss, steps of its modules"):
+        split(x)
+    assert any("they set nothing" in remark for remark in split.remarks)
+    split(x)  # and is told once
+    split.unplace()

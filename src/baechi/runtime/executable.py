@@ -337,6 +337,20 @@ class Executable:
         return CudaExecutor(self.program, executor.bound, self.places)
 
     @property
+    def stale(self) -> str:
+        """A sentence about what forward sets in its modules, if its Python does not run."""
+        names = self.module.sets if self.unsplit_on is None else ()
+        if not names:
+            return ""
+        return (
+            f"forward of this {type(self.module.model).__name__} sets {', '.join(names[:4])} of "
+            "its modules. Placed calls run its operators and not its Python: they set nothing, and "
+            "read the values of the trace. Return what is used outside; what goes on from call to "
+            "call has to be an argument, or a buffer that forward writes into "
+            "(`self.steps.add_(1)`). What is the same in every call may stay."
+        )
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """Reasons why parts do not run as requested; truth values that calls must repeat."""
         functions = (tape.function for tape in self._executor.bound.tapes)
@@ -347,6 +361,7 @@ class Executable:
         if self.unsplit_on is not None and (changed := self.attributes.changed()):
             rows += (f"schedule and costs are of before a change, which calls see: {changed}.",)
         rows += () if self.dimensions is None else self.dimensions.remarks
+        rows += (self.stale,) if self.stale else ()
         whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
         rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks

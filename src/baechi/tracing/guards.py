@@ -271,6 +271,14 @@ class Attributes:
             (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
         }
 
+    def named_since(self) -> list[str]:
+        """The names of those that changed or have come since; torch's own layers do not count."""
+        rows = [(row.path, name) for row in self._rows if not row.holds() for name in row.changed()]
+        rows += [(row.path, name) for row in self._names for name in row.own.keys() - row.known]
+        layers = {r.path for r in self._names if type(r.module).__module__.startswith("torch.nn.")}
+        rows = [(path, name) for path, name in rows if path not in layers and name != CALL]
+        return sorted(f"{path}.{name}".lstrip(".") for path, name in rows)
+
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
         lengths = [len(names.own) for names in self._names]

@@ -64,11 +64,12 @@ from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 @final
 @dataclass(frozen=True)
 class Capture:
-    """The result of a rung: a flat graph, and the structure around its outputs."""
+    """The result of a rung: a flat graph, the structure around its outputs, what forward set."""
 
     module: fx.GraphModule
     returned: Structure
     questions: Questions = field(default_factory=Questions)
+    sets: Sequence[str] = ()
 
 
 def _non_strict(
@@ -80,6 +81,7 @@ def _non_strict(
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
     outside = OutsideTensors()
+    sets: list[str] = []
 
     @contextmanager
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -92,7 +94,9 @@ def _non_strict(
                 stack.enter_context(TruthValues(truth_values))
             if not branches.nested:
                 stack.enter_context(outside)
+            before = Attributes(model)
             yield
+            sets[:] = before.named_since()
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with watched(model, mode) as functions, closing(outside), frugal_export():
@@ -111,7 +115,7 @@ def _non_strict(
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
-        return Capture(without_layouts(module), returned[-1], branches.questions)
+        return Capture(without_layouts(module), returned[-1], branches.questions, sets)
 
 
 def _truth_values(
@@ -368,7 +372,8 @@ def _lowered(
     # Forward sets some attributes itself, whose values do not count.
     attributes = before.settled(whole)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
-    return ops, tensors, replace(lowered, family=family, questions=captured.questions)
+    sets = tuple(captured.sets or before.named_since())
+    return ops, tensors, replace(lowered, family=family, questions=captured.questions, sets=sets)
 
 
 def _kept(call: Call, facts: Facts) -> Call:

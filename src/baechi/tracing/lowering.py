@@ -49,6 +49,7 @@ class TracedModule:
         family: The calls of other sizes that it runs, too; None if there are none.
         reads: The attributes that forward read, by owner and name, where there are observers.
         questions: What forward asked about values of arguments, where there is no family.
+        sets: The attributes that forward sets, by name.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class TracedModule:
     family: Family | None = None
     reads: Set[tuple[int, str]] = frozenset()
     questions: Questions = field(default_factory=Questions)
+    sets: tuple[str, ...] = ()
 
     def answers(self, call: Call) -> bool:
         """True if forward would ask the arguments of a call what it asked, with the same answers.
