@@ -1,6 +1,7 @@
 """A placement on one device runs the user's own model, with nothing in between."""
 
 import copy
+import random
 import threading
 import time
 from typing import Any
@@ -161,7 +162,8 @@ def test_what_python_may_hold_on_to_has_room_or_the_program_runs() -> None:
 @pytest.mark.parametrize("option", [{"threads_per_device": 1}, {"checkpoint": ["inner"]}])
 def test_who_asks_for_the_runtime_gets_it(option: dict[str, Any]) -> None:
     placed = place(Counting(), **option)
-    placed(X), placed(X)
+    with pytest.warns(UserWarning, match="this Counting changes calls in Python"):
+        placed(X), placed(X)
     (special,) = placed._specializations
     assert special.unsplit_on is None
 
@@ -224,6 +226,7 @@ class Carrying(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
+        x = x if random.random() < 1 else -x
         x, self.hidden = self.recurrent(self.inner(x)[None], self.hidden)
         self.loss = x.square().mean()
         return x[0]
@@ -232,12 +235,19 @@ class Carrying(nn.Module):
 def test_what_forward_sets_is_told_where_its_python_does_not_run() -> None:
     x, devices = torch.randn(2, 4), {"cpu:0": "1GiB", "cpu:1": "1GiB"}
     placed = baechi.place(Carrying(), "cpu", progress=False)
+    random.seed(0)
     placed(x)
+    drawn = random.random()
+    random.seed(0)
+    assert [random.random(), random.random()][1] == drawn, "planning drew, too"
     assert placed.steps == 1  # without a word
     placed.unplace()
     split = baechi.place(Carrying(), devices, placer="round-robin", progress=False)
-    with pytest.warns(UserWarning, match="this Carrying sets hidden, loss, steps of its modules"):
+    with pytest.warns(
+        UserWarning,
+        match="this Carrying changes hidden, loss, steps, the state of `random` in Python",
+    ):
         split(x)
-    assert any("they set nothing" in remark for remark in split.remarks)
+    assert any("they leave that as it is" in remark for remark in split.remarks)
     split(x)  # and is told once
     split.unplace()

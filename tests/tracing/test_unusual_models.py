@@ -204,7 +204,7 @@ def remember(model: Any, x: Tensor) -> Tensor:
 def test_lists_dicts_and_objects_of_the_model_hold_no_tensor_of_a_tracer() -> None:
     model = Middle(remember)
     placed = lazily(model)
-    with pytest.warns(UserWarning, match="of this Middle sets rows, state.seen of its modules"):
+    with pytest.warns(UserWarning, match="of this Middle changes rows, state.seen in Python"):
         assert_equal_steps(Middle(remember), placed, [(X,), (X[:2],)])
     assert not model.rows
     assert model.state.seen is None

@@ -338,16 +338,16 @@ class Executable:
 
     @property
     def stale(self) -> str:
-        """A sentence about what forward sets in its modules, if its Python does not run."""
+        """A sentence about what forward changes in Python, if that does not run."""
         names = self.module.sets if self.unsplit_on is None else ()
         if not names:
             return ""
         return (
-            f"forward of this {type(self.module.model).__name__} sets {', '.join(names[:4])} of "
-            "its modules. Placed calls run its operators and not its Python: they set nothing, and "
-            "read the values of the trace. Return what is used outside; what goes on from call to "
-            "call has to be an argument, or a buffer that forward writes into "
-            "(`self.steps.add_(1)`). What is the same in every call may stay."
+            f"forward of this {type(self.module.model).__name__} changes {', '.join(names[:4])} in "
+            "Python, which placed calls do not run: they leave that as it is, and go on with the "
+            "values of the trace. Return what is used outside; what goes on from call to call has "
+            "to be an argument, or a buffer that forward writes into (`self.steps.add_(1)`), and "
+            "random numbers torch's. What is the same in every call may stay."
         )
 
     @property

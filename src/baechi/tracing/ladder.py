@@ -55,6 +55,7 @@ from baechi.tracing.pytrees import Structure
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
+    draws_kept,
     unchanged,
 )
 from baechi.tracing.subgraph import opaque_leaves
@@ -95,8 +96,9 @@ def _non_strict(
             if not branches.nested:
                 stack.enter_context(outside)
             before = Attributes(model)
-            yield
-            sets[:] = before.named_since()
+            with draws_kept() as drew:
+                yield
+            sets[:] = before.named_since() + drew
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with watched(model, mode) as functions, closing(outside), frugal_export():

@@ -8,6 +8,7 @@ registers with a module, or replaces there, is refused.
 
 import functools
 import gc
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -76,7 +77,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     known = _state_of(model)
     loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        with tracers_ended(), fakes_removed(model):
+        with draws_kept(), tracers_ended(), fakes_removed(model):
             yield
     finally:
         _undo_writes(loose)
@@ -102,7 +103,8 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
     before = [(holder, dict(_entries(holder))) for holder in _holders(model)]
     loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        yield
+        with draws_kept():
+            yield
     finally:
         _undo_writes(loose)
         for holder, own in before:
@@ -114,6 +116,26 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
                 holder.update(own)
             else:
                 holder.extend(own.values())
+
+
+@contextmanager
+def draws_kept() -> Iterator[list[str]]:
+    """Run Python inside; its generators of random numbers, and NumPy's, are as before.
+
+    Gets the names of those that drew, in the end.
+    """
+    drew: list[str] = []
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    before, others = random.getstate(), numpy and numpy.get_state(legacy=False)
+    try:
+        yield drew
+    finally:
+        if random.getstate() != before:
+            drew.append("the state of `random`")
+            random.setstate(before)
+        if numpy and str(numpy.get_state(legacy=False)) != str(others):
+            drew.append("the state of `numpy.random`")
+            numpy.set_state(others)
 
 
 def _state_of(module: nn.Module) -> set[int]:
