@@ -272,12 +272,29 @@ class Attributes:
         }
 
     def named_since(self) -> list[str]:
-        """The names of those that changed or have come since; torch's own layers do not count."""
-        rows = [(row.path, name) for row in self._rows if not row.holds() for name in row.changed()]
-        rows += [(row.path, name) for row in self._names for name in row.own.keys() - row.known]
+        """The names of those that changed or have come since.
+
+        Without those of torch's own layers, and without modes that a first call settles, such as
+        `problem_type` of transformers: strings, and private flags.
+        """
+        rows = [
+            (row.path, name, row.owner.get(name) if isinstance(row.owner, dict) else None)
+            for row in (row for row in self._rows if not row.holds())
+            for name in row.changed()
+        ]
+        rows += [
+            (row.path, name, row.own[name])
+            for row in self._names
+            for name in row.own.keys() - row.known - {CALL}
+        ]
         layers = {r.path for r in self._names if type(r.module).__module__.startswith("torch.nn.")}
-        rows = [(path, name) for path, name in rows if path not in layers and name != CALL]
-        return sorted(f"{path}.{name}".lstrip(".") for path, name in rows)
+        return sorted(
+            f"{path}.{name}".lstrip(".")
+            for path, name, value in rows
+            if path not in layers
+            and not isinstance(value, str)
+            and not (isinstance(value, bool) and str(name).startswith("_"))
+        )
 
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
