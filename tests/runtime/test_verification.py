@@ -190,7 +190,10 @@ def test_a_model_whose_python_changes_from_call_to_call_is_told_apart() -> None:
             self.age += 1
             return x.exp() * self.age
 
-    with pytest.raises(baechi.ExecutionError, match="unsplit one as its trace does"):
+    with (
+        pytest.warns(UserWarning, match="this Ages changes age in Python"),
+        pytest.raises(baechi.ExecutionError, match="unsplit one as its trace does"),
+    ):
         verified(Ages(), example())
 
 

@@ -20,7 +20,10 @@ from baechi.torch_support.torch_devices import torch_threads
 from baechi.tracing.guards import CHECK, Attributes
 from baechi.tracing.subgraph import extract
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:forward of this Model changes adapters.0.calls"),
+]
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
