@@ -288,13 +288,14 @@ class Attributes:
             for name in row.own.keys() - row.known - {CALL}
         ]
         layers = {r.path for r in self._names if type(r.module).__module__.startswith("torch.nn.")}
-        return sorted(
+        named = {
             f"{path}.{name}".lstrip(".")
             for path, name, value in rows
             if path not in layers
             and not isinstance(value, str)
             and not (isinstance(value, bool) and str(name).startswith("_"))
-        )
+        }
+        return sorted(named)
 
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
