@@ -15,7 +15,7 @@ _FACTS: Final = ("torch", "cuda", "cudnn", "allocator", "python", "system", "cor
 # Figures that the table does not show: they are the JSON's.
 _WIDE: Final = ("gpus", "versions", "settings", "driver", "processes", "text")
 _COMMON: Final = ("step", "case", "status", "seconds", "error")
-# In `records/cluster.py` and `runtime/executors/capture_rules.py`; not imported, since a run whose
+# In `records/cluster.py` and `probing/graph_launches.py`; not imported, since a run whose
 # steps all fail, because Baechi is not installed, has a page, too.
 
 

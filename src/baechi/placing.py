@@ -25,8 +25,8 @@ from baechi.placers.auto import check_effort
 from baechi.placers.searching import placer_of
 from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
-from baechi.probing.cluster_probe import entry_ns, probe
-from baechi.probing.link_probe import graph_launch_ns
+from baechi.probing.cluster_probe import probe
+from baechi.probing.graph_launches import replayed, tape_costs
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
@@ -36,6 +36,7 @@ from baechi.processes.agreement import (
     placement_for_all,
     refuse_for_ranks,
     trace_of_all,
+    without_parameters,
 )
 from baechi.processes.world import Ranks
 from baechi.program.stream_memory import solve_with_held
@@ -45,7 +46,7 @@ from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import outlook
-from baechi.runtime.admission import Admission
+from baechi.runtime.admission import Admission, check_batches
 from baechi.runtime.batched_calls import (
     BatchSpec,
     Microbatches,
@@ -54,19 +55,18 @@ from baechi.runtime.batched_calls import (
 )
 from baechi.runtime.call_traces import CallTraces, largest_that_fits
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish, tape_costs, tape_links
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.step_measurement import Comparison, compare, remembered
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
-from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned
+from baechi.runtime.weights import ParameterDevices, Weights, devices_of_state, pinned, places_of
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import (
     device_kind,
     gpus_of,
-    is_allocator_native,
     torch_device,
     with_kinds,
 )
@@ -77,7 +77,7 @@ from baechi.tracing.calling_convention import Call, beside, own_objects
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.tracing.family_traces import sized
 from baechi.tracing.subgraph import unsplit_part
-from baechi.units import format_bytes, format_ns
+from baechi.units import format_ns
 from baechi.validation import check_choice, check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -215,9 +215,14 @@ def place(
     if placer == "auto" and guard and unmeasured and gpus and len(set(places)) == 1:
         placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
     check_wish(cuda_graphs, places)
-    probed = gpus[:1] if cuda_graphs is not False and not isinstance(devices, Cluster) else []
+    entry_ns = (0, 0)
     if cuda_graphs is not False:
-        cluster = tape_links(cluster, places, *map(graph_launch_ns, probed), whole=cutting.n == 1)
+        cluster, entry_ns = replayed(
+            *(cluster, places),
+            whole=cutting.n == 1,
+            measured=not isinstance(devices, Cluster),
+            training=training,
+        )
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
     say = _say if progress and (world is None or world.rank == 0) else lambda _: None
     planner = _Planner(
@@ -235,7 +240,7 @@ def place(
         guard=guard and placer == "auto" and objective == "step" and world is None,
         compile=compile,
         cuda_graphs=cuda_graphs,
-        entry_ns=_entry_ns(places, probed, cutting.n, training=training),
+        entry_ns=entry_ns,
         checkpoint=checkpoint,
         traces=CallTraces(dynamic, say),
         say=say,
@@ -336,7 +341,7 @@ class _Planner:
     ) -> Executable:
         gradients = torch.is_grad_enabled()
         with self._planning():
-            call, traced = self._agreed(model, call, kin, gradients=gradients)
+            call, traced = self._traced(model, call, kin, gradients=gradients)
             with torch.set_grad_enabled(gradients):
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
             if taken is not None:
@@ -358,7 +363,11 @@ class _Planner:
                 raise with_text(error, f"{error}{largest_that_fits(call, kin)}") from None
             if self.weights is not None and self.weights.pending:
                 self.say("reading weights")
-                self.weights.load(model, self._devices(traced, graph, placement))
+                peaks = simulate(graph, self.cluster, placement).peak_bytes
+                rows = zip(self.cluster.devices, peaks, self.places, strict=True)
+                room = [(device.memory_bytes - peak, place) for device, peak, place in rows]
+                state = devices_of_state(traced.module, placement.devices)
+                self.weights.load(model, places_of(state, room))
             unsplit = Unsplit(model) if self.verify else None
             special = self._executable(
                 *(traced, graph, placement), batches=batches, own_loss=loss, dimensions=dims
@@ -404,21 +413,18 @@ class _Planner:
         self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
     ) -> tuple[Call, Traced]:
         """A call with objects of its own, and its trace."""
-        if self.weights is None and self.ranks is None:
-            refuse_meta(model)
-        call = own_objects(model, beside(model, call))
-        devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-        # Weights that were read to several devices may fit on no single one.
-        apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
-        with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
-            return call, self.traces.trace(model, call, kin)
 
-    def _agreed(
-        self, model: nn.Module, call: Call, kin: Sequence[Executable], *, gradients: bool
-    ) -> tuple[Call, Traced]:
-        """As `_traced`; of ranks each has the same."""
-        trace = partial(self._traced, model, call, kin, gradients=gradients)
-        return trace() if self.ranks is None else trace_of_all(self.ranks, trace)
+        def trace() -> tuple[Call, Traced]:
+            if self.weights is None and self.ranks is None:
+                refuse_meta(model)
+            own = own_objects(model, beside(model, call))
+            devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+            # Weights that were read to several devices may fit on no single one.
+            apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
+            with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
+                return own, self.traces.trace(model, own, kin)
+
+        return trace_of_all(self.ranks, trace)
 
     def choose(
         self, model: nn.Module, call: Call, cutting: Microbatches
@@ -454,7 +460,7 @@ class _Planner:
         n, loss = self.microbatches, isinstance(model, ModelWithLoss)
         gradients = torch.is_grad_enabled()
         with self._planning():
-            call, traced = self._agreed(model, call, (), gradients=gradients)
+            call, traced = self._traced(model, call, (), gradients=gradients)
             if n > 1:
                 batch_dimensions(traced, call, loss=loss, say=self.say)
             graph, placement, _ = self._solved(traced, {}, n, lambda _: None)
@@ -480,13 +486,8 @@ class _Planner:
             rhythm, schedule = special.rhythm, cast(Schedule, special.schedule)
             step_ns = schedule.makespan_ns if rhythm is None else rhythm.step_ns
             compare_programs(self.ranks, special.program, step_ns)
-            homes = {home for tensor, home in special.state_devices.items() if tensor.requires_grad}
-            idle = [str(rank) for rank in range(self.ranks.size) if rank not in homes]
-            if self.training and homes and idle:
-                self.say(
-                    f"no parameter is on rank {', '.join(idle)}, where optimizers will refuse an "
-                    "empty list: start fewer ranks"
-                )
+            if self.training and (idle := without_parameters(self.ranks, special.state_devices)):
+                self.say(idle)
             return special
         special = executable(
             *(traced, placement, None, graph, self.cluster),
@@ -497,7 +498,11 @@ class _Planner:
             peaks = special.rhythm.peak_bytes
             if special.graphs is not None:
                 peaks = cast(Schedule, special.schedule).peak_bytes
-            self._check_room(special, peaks)
+            try:
+                check_batches(special.batches, peaks, self.cluster, self.constraints)
+            except InfeasibleError:
+                special.close()
+                raise
         plain = special.batches == 1 and not special.own_loss and not self.needs_runtime
         if plain and len(set(placement.devices)) == 1:
             peaks = unsplit_peaks(graph, self.cluster, placement.devices[0])
@@ -505,24 +510,6 @@ class _Planner:
                 special.unsplit_on = self.places[placement.devices[0]]
         special.wants_gradients = self.training
         return special
-
-    def _check_room(self, special: Executable, peaks: tuple[int, ...]) -> None:
-        """Raise an error where micro-batches need more than a device has, and close the plan."""
-        missing = dict(overflows(Schedule((), (), peaks), self.cluster, self.constraints))
-        if not missing:
-            return
-        special.close()
-        name, extra = max(missing.items(), key=lambda row: row[1])
-        needed = next(
-            peak for row, peak in zip(self.cluster.devices, peaks, strict=True) if row.name == name
-        )
-        left = tuple((row.name, row.memory_bytes) for row in self.cluster.devices)
-        text = (
-            f"{name} would need {format_bytes(needed)} for {special.batches} micro-batches, "
-            f"{format_bytes(extra)} more than it has: a call keeps what all of them leave for the "
-            "backward. Use placed.step(...), which keeps less; or smaller batches, or more memory."
-        )
-        raise InfeasibleError(text, name, needed, left, extra, name)
 
     def _guarded(self, split: Executable, homes: ParameterDevices) -> Executable:
         """What is faster by measurement: a split, or all on the best device, where that fits."""
@@ -583,10 +570,10 @@ class _Planner:
         batches: int,
         compared: Callable[[OpGraph], Comparison | None],
     ) -> tuple[OpGraph, Placement, Any]:
-        """As `_searched`; of ranks the first one searches, with costs of each kind of device."""
+        """As `_searched`, with costs of each kind of device."""
         profiles = self._profiles(traced, batches)
         search = partial(self._searched, traced, profiles, homes, batches, compared)
-        return search() if self.ranks is None else placement_for_all(self.ranks, search)
+        return placement_for_all(self.ranks, search)
 
     def _searched(
         self,
@@ -670,27 +657,6 @@ class _Planner:
             "anew.",
         )
 
-    def _devices(
-        self, traced: Traced, graph: OpGraph, placement: Placement
-    ) -> Callable[[torch.Tensor], torch.device]:
-        """The torch device of each tensor; of one that no op reads, where most memory is left."""
-        homes = devices_of_state(traced.module, placement.devices)
-        peaks = simulate(graph, self.cluster, placement).peak_bytes
-        rows = zip(self.cluster.devices, peaks, self.places, strict=True)
-        room = [(device.memory_bytes - peak, place) for device, peak, place in rows]
-
-        def place_of(tensor: torch.Tensor) -> torch.device:
-            if tensor in homes:
-                return room[homes[tensor]][1]
-            most = max(range(len(room)), key=lambda device: room[device][0])
-            left, place = room[most]
-            if left < tensor.nbytes:
-                return torch.device("cpu")
-            room[most] = left - tensor.nbytes, place
-            return place
-
-        return place_of
-
     def _profiles(self, traced: Traced, batches: int) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""
         cut = batches if self.training else 1
@@ -733,14 +699,6 @@ class _Planner:
             if place.type == "cuda":
                 most[kind] = max(most[kind], self.places.count(place))
         return most
-
-
-def _entry_ns(
-    places: Sequence[torch.device], probed: Sequence[torch.device], batches: int, *, training: bool
-) -> tuple[int, int]:
-    """For how long a forward and a backward wait for the host, where each is one CUDA graph."""
-    whole = batches == 1 and set(places) == set(probed) and is_allocator_native()
-    return entry_ns(*probed, training=training) if whole else (0, 0)
 
 
 def _keep_graphs(special: Executable, values: Sequence[int]) -> None:

@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import baechi
+from baechi.probing.graph_launches import GRAPH_LAUNCH_NS
 from baechi.records.op_costs import OpCost
 from baechi.runtime import placed_state
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import GRAPH_LAUNCH_NS
 from baechi.runtime.placed_module import installed
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.units import format_ns

@@ -11,15 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import baechi
-from baechi.records.op_costs import OpCost
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.capture_rules import (
-    GRAPH_LAUNCH_NS,
-    check_wish,
-    obstacle,
-    tape_costs,
-    tape_links,
-)
+from baechi.runtime.executors.capture_rules import check_wish, obstacle
 from baechi.runtime.executors.cuda_graphs import Graphs
 
 
@@ -123,37 +116,6 @@ def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPa
         threads = "torch.compile keeps no graph for the threads of several devices"
         assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}
         placed.unplace()
-
-
-@pytest.mark.parametrize(
-    ("names", "overhead_ns"),
-    [(["cuda:0/a", "cuda:0/b"], 0), (["cuda:0", "cuda:1"], 30 + GRAPH_LAUNCH_NS)],
-)
-def test_lanes_of_one_gpu_hand_nothing_over_in_a_graph(names: list[str], overhead_ns: int) -> None:
-    rows = [baechi.Device(name, 1, host="python") for name in names]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(5, 10**9, overhead_ns=30))
-    places = [torch.device(name.split("/")[0]) for name in names]
-    link = tape_links(cluster, places).links[0][1]
-    assert link == baechi.Link(5, 10**9, overhead_ns=overhead_ns)
-    if overhead_ns:
-        assert tape_links(cluster, places, 7).links[0][1].overhead_ns == 37
-
-
-def test_the_host_enters_a_forward_and_a_backward_once() -> None:
-    """So a step of graphs is no shorter than its calls, however short its operators are."""
-    costs = tuple(OpCost(10, 20, forward_launch_ns=7, backward_launch_ns=9) for _ in range(3))
-    found = tape_costs(baechi.Profile("0", "", (*costs, OpCost(10, 0))), (300, 500))
-    launches = [(row.forward_launch_ns, row.backward_launch_ns) for row in found.costs]
-    assert launches == [(300, 0), (0, 0), (0, 500), (0, 0)]
-    traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.ones(2, 4),))
-    profile = baechi.Profile(traced.digest, "", tuple(OpCost(10, 20) for _ in traced.ops))
-    device = baechi.Device("cuda:0", "1GiB", host="python", launches_ahead=True)
-    cluster = baechi.Cluster((device,), ((None,),))
-    for training, entered_ns in ((False, 300_000), (True, 800_000)):
-        graph = traced.graph(tape_costs(profile, (300_000, 500_000)), training=training)
-        placement = baechi.solve(graph, cluster, placer="single")
-        step_ns = baechi.simulate(graph, cluster, placement).makespan_ns
-        assert entered_ns < step_ns < entered_ns + 1_000
 
 
 def test_a_wish_that_no_device_fulfils_is_refused() -> None:

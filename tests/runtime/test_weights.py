@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from transformers import GPT2LMHeadModel
 
 import baechi
-from baechi import placing
 from baechi.runtime import weights as module
+from baechi.runtime.weights import devices_of_state, places_of
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -271,22 +271,18 @@ def test_what_no_op_reads_goes_where_there_is_room() -> None:
     model = skeleton()
     traced = baechi.trace(model, (ROWS,))
     graph = traced.graph(made_up_profile(traced), training=False)
-    room = 10**6
-    rows = [baechi.Device("cpu:0", room), baechi.Device("cpu:1", 40)]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(1, 10**9))
+    cluster = baechi.Cluster.uniform(2, 10**6, baechi.Link(1, 10**9))
     placement = baechi.solve(graph, cluster, placer="single")
-    (peak, _) = baechi.simulate(graph, cluster, placement).peak_bytes
-    planner = object.__new__(placing._Planner)
-    object.__setattr__(planner, "places", ("cpu:0", "cpu:1"))
+    homes = devices_of_state(traced.module, placement.devices)
+    places = torch.device("cuda", 0), torch.device("cuda", 1)
+    cpu = torch.device("cpu")
     found = []
     for left in (30, 10, 80):
-        rows = [baechi.Device("cpu:0", peak + left), rows[1]]
-        object.__setattr__(planner, "cluster", baechi.Cluster.connected(rows, baechi.Link(1, 1)))
-        place_of = planner._devices(traced, graph, placement)
+        place_of = places_of(homes, [(left, places[0]), (40, places[1])])
         found.append([place_of(model.conv.bias)])
         found[-1] += [place_of(model.unused.weight), place_of(model.unused.bias)]  # 36 and 12 bytes
-    cpu = torch.device("cpu")
-    assert found == [["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:1", cpu], ["cpu:0"] * 3]
+    one, two = places
+    assert found == [[one, two, one], [one, two, cpu], [one] * 3]
 
 
 def test_saved_files_are_those_of_transformers(tmp_path: Path) -> None:

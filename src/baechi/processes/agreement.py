@@ -1,9 +1,14 @@
-"""Agreement of ranks on a plan: all trace and compile the same, and one decides for all."""
+"""Agreement of ranks on a plan: all trace and compile the same, and one decides for all.
+
+Where there are none, a process agrees with itself.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
+
+import torch
 
 from baechi.errors import InputError
 from baechi.processes.world import Ranks
@@ -30,8 +35,10 @@ def refuse_for_ranks(options: Mapping[str, Any]) -> None:
             raise InputError(f"{name}= does not go with baechi.ranks(): {why}. Leave it out.")
 
 
-def trace_of_all(ranks: Ranks, trace: Callable[[], tuple[_T, Traced]]) -> tuple[_T, Traced]:
+def trace_of_all(ranks: Ranks | None, trace: Callable[[], tuple[_T, Traced]]) -> tuple[_T, Traced]:
     """What each rank traces, which is the same; or the error of one that cannot."""
+    if ranks is None:
+        return trace()
     failure = ""
     try:
         call, traced = trace()
@@ -57,9 +64,11 @@ def costs_of_kinds(ranks: Ranks, measured: Callable[[], Profile]) -> list[Profil
 
 
 def placement_for_all(
-    ranks: Ranks, search: Callable[[], tuple[OpGraph, Placement, Any]]
+    ranks: Ranks | None, search: Callable[[], tuple[OpGraph, Placement, Any]]
 ) -> tuple[OpGraph, Placement, Any]:
     """What the first rank finds: a graph, its placement, and what runs forward again."""
+    if ranks is None:
+        return search()
 
     def decided() -> str:
         graph, placement, again = search()
@@ -75,3 +84,18 @@ def compare_programs(ranks: Ranks, program: Program, step_ns: int) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     ranks.compare("the program", digest, text.splitlines)
     ranks.step_ns = max(ranks.step_ns, step_ns)
+
+
+def without_parameters(ranks: Ranks, homes: Mapping[torch.Tensor, int]) -> str:
+    """The ranks that have nothing to train, in a sentence; empty if there are none.
+
+    `homes` has the rank of every tensor.
+    """
+    training = {home for tensor, home in homes.items() if tensor.requires_grad}
+    idle = [str(rank) for rank in range(ranks.size) if training and rank not in training]
+    if not idle:
+        return ""
+    return (
+        f"no parameter is on rank {', '.join(idle)}, where optimizers will refuse an empty list: "
+        "start fewer ranks"
+    )

@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, final
 
 from baechi.costs.estimation import estimate, rescaled
-from baechi.errors import InputError
+from baechi.errors import InfeasibleError, InputError
 from baechi.problem.simulation import overflows, simulate
 from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster, Constraints
@@ -32,6 +33,7 @@ from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.families import Family
 from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.lowering import TracedModule
+from baechi.units import format_bytes
 from baechi.validation import FrozenDict
 
 
@@ -172,6 +174,24 @@ class Admission:
             for index, op in enumerate(graph.ops)
         )
         return replace(graph, ops=ops, tensors=tensors)
+
+
+def check_batches(
+    n: int, peaks: tuple[int, ...], cluster: Cluster, constraints: Constraints | None
+) -> None:
+    """Raise an `InfeasibleError` where a call of so many micro-batches does not fit."""
+    missing = overflows(Schedule((), (), peaks), cluster, constraints)
+    if not missing:
+        return
+    name, extra = max(missing, key=itemgetter(1))
+    left = tuple((row.name, row.memory_bytes) for row in cluster.devices)
+    needed = peaks[[row.name for row in cluster.devices].index(name)]
+    text = (
+        f"{name} would need {format_bytes(needed)} for {n} micro-batches, "
+        f"{format_bytes(extra)} more than it has: a call keeps what all of them leave for the "
+        "backward. Use placed.step(...), which keeps less; or smaller batches, or more memory."
+    )
+    raise InfeasibleError(text, name, needed, left, extra, name)
 
 
 def request_bytes(graph: OpGraph, cluster: Cluster, placement: Placement) -> list[tuple[int, int]]:

@@ -316,6 +316,28 @@ def devices_of_state(
     return homes
 
 
+def places_of(
+    homes: ParameterDevices, room: Sequence[tuple[int, torch.device]]
+) -> Callable[[torch.Tensor], torch.device]:
+    """The torch device of each tensor; of one without a home where most memory is left.
+
+    `room` has the bytes that are left on every logical device, and its torch device.
+    """
+    rows = list(room)
+
+    def place_of(tensor: torch.Tensor) -> torch.device:
+        if tensor in homes:
+            return rows[homes[tensor]][1]
+        most = max(range(len(rows)), key=lambda device: rows[device][0])
+        left, place = rows[most]
+        if left < tensor.nbytes:
+            return torch.device("cpu")
+        rows[most] = left - tensor.nbytes, place
+        return place
+
+    return place_of
+
+
 def _state_of(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
     inside = set(nodes)
     tensors = []

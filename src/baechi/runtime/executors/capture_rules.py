@@ -1,4 +1,4 @@
-"""Rules for what may be captured as a CUDA graph, decided before anything runs; and its launches.
+"""Rules for what may be captured as a CUDA graph, decided before anything runs.
 
 Nothing in a graph may wait for the host, take its size from values, or write outside of the graph's
 own memory. A tape that the rules miss fails at its capture, and then runs eagerly, too.
@@ -9,7 +9,6 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (const
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -17,8 +16,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster, Device, Link
-from baechi.records.op_costs import Profile
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.torch_support.torch_devices import is_allocator_native
@@ -56,48 +53,6 @@ _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 # Of a tape that only passes on what it is given; that is no reason to refuse a placement.
 LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
-# What the graph of a tape takes of the launching thread, forward or backward, where it is not
-# measured: as much as two operators. A guess; beside an H200 it took 3.4 us.
-GRAPH_LAUNCH_NS: Final = 10_000
-
-
-def tape_costs(profile: Profile, entry_ns: tuple[int, int] = (0, 0)) -> Profile:
-    """The costs of operators in CUDA graphs, which take no launch of their own.
-
-    Args:
-        profile: The measured or computed costs.
-        entry_ns: For how long the first operator of a forward, and of its backward, waits for the
-            host.
-    """
-    costs = [replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs]
-    if costs:
-        costs[0] = replace(costs[0], forward_launch_ns=entry_ns[0])
-    last = max((op for op, row in enumerate(costs) if row.backward_ns), default=None)
-    if last is not None:
-        costs[last] = replace(costs[last], backward_launch_ns=entry_ns[1])
-    return replace(profile, costs=tuple(costs))
-
-
-def tape_links(
-    cluster: Cluster,
-    places: Sequence[torch.device],
-    launch_ns: int = GRAPH_LAUNCH_NS,
-    *,
-    whole: bool = True,
-) -> Cluster:
-    """The cluster where what a host hands over begins a tape, which is launched with it.
-
-    Lanes of one GPU are one graph, in which nothing is handed over, where a phase is a whole.
-    """
-    together = whole and len(set(places)) == 1 and places[0].type == "cuda"
-
-    def launched(link: Link | None, device: Device) -> Link | None:
-        if link is None or not (device.host and device.launches_ahead):
-            return link
-        return replace(link, overhead_ns=0 if together else link.overhead_ns + launch_ns)
-
-    rows = (tuple(map(launched, row, cluster.devices)) for row in cluster.links)
-    return replace(cluster, links=tuple(rows))
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device], batches: int = 1) -> None:
