@@ -261,8 +261,8 @@ def test_plans_share_their_streams_but_those_of_captures() -> None:
             for _ in range(WARM_UP + 1):
                 step(placed, (x,), {})
             executor = placed._current._executor
-            owns.append({stream.cuda_stream for stream in executor._own if stream})
-            captures += [stream.cuda_stream for stream in executor._inside if stream]
+            owns.append({stream.cuda_stream for stream in executor._lanes.own if stream})
+            captures += [stream.cuda_stream for stream in executor._lanes.captured if stream]
             alive.append(placed)
         return captures, alive
 

@@ -13,21 +13,21 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import ClassVar, final
 
 import torch
 from torch.utils import _pytree as pytree
 
-from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
+from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_graphs import GraphedTape, Graphs, Statics
 from baechi.runtime.executors.held_storages import HeldStorages
-from baechi.torch_support.graph_capture import capture_stream
+from baechi.runtime.executors.lane_streams import Event, Lanes, Launch, Streams
 from baechi.torch_support.storages import (
     crossings,
     cut_up,
@@ -40,14 +40,11 @@ from baechi.torch_support.streams import (
     is_captured,
     join,
     on_stream,
-    shared_stream,
     wait_for,
 )
 from baechi.torch_support.torch_internals import backward_id, copy_each
 
-Event = tuple[int, int, int]  # phase, lane, position
 Events = dict[Event, torch.cuda.Event]
-Streams = Sequence[torch.cuda.Stream | None]
 Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -63,20 +60,6 @@ class _StepRun:
     events: Events = field(default_factory=dict)  # of the phase that runs
     held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)  # of inputs that come
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """An instruction where its phase launches it, with what is the same in every step."""
-
-    row: Instruction
-    lane: int
-    here: tuple[int, int]  # its lane, and its place there
-    device: int  # of the lane
-    bound: Any  # a run's segment, a copy's moves, or what a free lets go of
-    awaits: Event | None  # what a wait waits for, if the host or a stream has to
-    awaited: Event | None  # its own, if others wait for it
 
 
 @final
@@ -107,29 +90,9 @@ class CudaExecutor:
         self._busy = threading.RLock()
         self._running: list[Step] = []
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
-        rows = zip(program.lanes, *(phase.lanes for phase in program.phases), strict=True)
-        used = [lane for lane, *instructions in rows if any(instructions)]
-        in_use = {places[lane.device] for lane in used if places[lane.device].type == "cuda"}
-        self._gpus = gpus = sorted(in_use, key=lambda gpu: gpu.index)  # others get no context
-        seen: Counter[torch.device] = Counter()
-        self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
-        for lane in program.lanes:
-            place = places[lane.device]
-            if lane.copies and gpus and place.type != "cuda":
-                place = gpus[0]  # what a CPU gets is brought beside what computes
-            own = lane in used and place.type == "cuda" and (lane.copies or place in seen)
-            self._own.append(shared_stream(place, seen[place]) if own else None)
-            if lane in used:
-                seen[place] += 1
-        pairs = list(zip(program.lanes, self._own, strict=True))
-        # Those that bring a CPU what it reads, and in later phases what it adds up.
-        self._landing = [own for lane, own in pairs if own and places[lane.device].type == "cpu"]
-        # GPUs on which several lanes compute.
-        self._shared = frozenset(
-            places[lane.device] for lane, own in pairs if own is not None and not lane.copies
-        )
-        # Where copies leave a GPU.
-        self._out = {gpu: shared_stream(gpu, -1) for gpu in gpus if len(gpus) > 1}
+        self._lanes = lanes = Lanes(program, bound, places)
+        self._gpus, self._shared, self._out = lanes.gpus, lanes.shared, lanes.out
+        self._streams = lanes.streams
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
             # one with several lanes, submodules that stay whole give them where they run. That
@@ -137,49 +100,7 @@ class CudaExecutor:
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             self._unwarned.add(self)
             weakref.finalize(self, _warn_again, self._unwarned).atexit = False
-        self._lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._awaited: list[Event] = [
-            (number, row.lane, row.position)
-            for number, phase in enumerate(program.phases)
-            for row in itertools.chain.from_iterable(phase.lanes)
-            if isinstance(row, Wait)
-            and (self._own[row.lane] is not None or self._place(row.lane).type == "cuda")
-        ]
-        self._launches = [self._launches_of(phase) for phase in range(len(program.phases))]
         self._spare: list[Events] = []  # of no step that runs
-        self._lane_places = [self._place(lane) for lane in range(len(program.lanes))]
-        self._no_lanes: Streams = [None] * len(program.lanes)
-
-    def _launches_of(self, phase: int) -> list[_Launch]:
-        """The instructions of a phase, in the program's order."""
-        rows, bound, awaited = self._program.phases[phase], self.bound, set(self._awaited)
-        position = [0] * len(rows.lanes)
-        found = []
-        for lane in rows.launch:
-            here = (lane, position[lane])
-            row = rows.lanes[lane][position[lane]]
-            position[lane] += 1
-            ready: Any = None
-            waits = (phase, row.lane, row.position) if isinstance(row, Wait) else None
-            if isinstance(row, Run):
-                ready = rows.segments[row.segment]
-            elif isinstance(row, Copy):
-                ready = bound.copies[phase][Place(row.tensor, row.dst)]
-            elif isinstance(row, Free):
-                ready = bound.frees[phase][Place(row.tensor, row.device)]
-            own = (phase, *here)
-            device = self._program.lanes[lane].device
-            awaits = waits if waits in awaited else None
-            found.append(
-                _Launch(row, lane, here, device, ready, awaits, own if own in awaited else None)
-            )
-        return found
-
-    @cached_property
-    def _inside(self) -> Streams:
-        """Those of lanes that are captured, which no other thread may use meanwhile."""
-        pairs = zip(self._program.lanes, self._own, strict=True)
-        return [own and capture_stream(own.device, computes=not lane.copies) for lane, own in pairs]
 
     def close(self) -> None:
         """Let torch warn of streams again after the last of those for which it does not."""
@@ -191,9 +112,6 @@ class CudaExecutor:
         """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
             join(streams := self._callers(step.own), streams)
-
-    def _place(self, lane: int) -> torch.device:
-        return self._places[self._program.lanes[lane].device]
 
     def run(self, steps: Sequence[Step], phase: int) -> None:
         """Launch every instruction; there is a step per micro-batch.
@@ -239,10 +157,10 @@ class CudaExecutor:
         """
         step = steps[0]
         run: _StepRun = step.own
-        lanes = run.own if whole is None else self._no_lanes
+        lanes = run.own if whole is None else [None] * len(self._lanes.places)
         streams = [
             run.callers.get(place) if own is None else own
-            for place, own in zip(self._lane_places, lanes, strict=True)
+            for place, own in zip(self._lanes.places, lanes, strict=True)
         ]
         others = [*filter(None, lanes), *self._out.values()] if whole is None else []
         every = self._fence(run, others)
@@ -258,7 +176,7 @@ class CudaExecutor:
                 (whole.backward if phase else whole.forward)(step)
             step.fetched.clear()
             # What came from pinned memory is over by now: it began first, and the caller may write.
-            for event in (*pinned, *(lane.record_event() for lane in self._landing)):
+            for event in (*pinned, *(lane.record_event() for lane in self._lanes.landing)):
                 event.synchronize()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # CUDA may be unusable by what has failed
@@ -272,7 +190,7 @@ class CudaExecutor:
         run: _StepRun = steps[0].own
         flights = None if run.graphs is None else run.graphs.flights
         ends: dict[int, list[torch.cuda.Event]] = defaultdict(list)  # of batches in their slots
-        for each in self._launches[phase]:
+        for each in self._lanes.launches[phase]:
             here, stream = each.here, streams[each.lane]
             if flights is not None and stream is not None and here in flights.after:
                 for event in ends[flights.after[here]]:
@@ -288,7 +206,7 @@ class CudaExecutor:
         alone, events = self._turn(step)
         try:
             if step.own is None:
-                step.own = _StepRun(self._current(), self._inside)
+                step.own = _StepRun(self._current(), self._lanes.captured)
             run: _StepRun = step.own
             run.captured, run.events = any(map(is_captured, self._gpus)), events
             run.held.wake()
@@ -308,7 +226,7 @@ class CudaExecutor:
         try:
             events = self._spare.pop()
         except IndexError:
-            events = {key: torch.cuda.Event() for key in self._awaited}  # type: ignore[no-untyped-call]
+            events = {key: torch.cuda.Event() for key in self._lanes.awaited}  # type: ignore[no-untyped-call]
         return alone, events
 
     def _turned(self, step: Step, alone: bool, events: Events) -> None:
@@ -324,8 +242,8 @@ class CudaExecutor:
         replayed = self._graphs is not None and may and self._graphs.begin(steps[0], self._together)
         graphs = self._graphs if replayed else None
         whole = graphs is not None and graphs.whole(steps[0]) is not None
-        inside = self._inside if captured or whole else ()  # made before a capture
-        run = _StepRun(self._current(), inside if captured else self._own, graphs)
+        inside = self._lanes.captured if captured or whole else ()  # made before a capture
+        run = _StepRun(self._current(), inside if captured else self._lanes.own, graphs)
         for batch, step in enumerate(steps):
             if graphs is not None and graphs.flights is not None:
                 step.slot = graphs.flights.slots[batch]
@@ -337,13 +255,13 @@ class CudaExecutor:
         """Note the end of a phase that shares streams or memory with the next."""
         if run.captured:
             return
-        if run.graphs is not None or self._lanes:
+        if run.graphs is not None or self._streams:
             for gpu in self._gpus:
                 if gpu not in self._ends:
                     self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._ends[gpu].record(current_stream(gpu))
         if len(self._running) > 1 and self._gpus:  # others have begun: their lanes wait here
-            join(callers := self._callers(run), [*callers, *self._lanes])
+            join(callers := self._callers(run), [*callers, *self._streams])
 
     def _fetch(self, step: Step, run: _StepRun, streams: Streams) -> list[torch.cuda.Event]:
         """Begin to bring the caller's tensors to the GPUs that read them; those of pinned ones.
@@ -373,7 +291,7 @@ class CudaExecutor:
                     pinned.append(event)
         return pinned
 
-    def _launch(self, steps: Sequence[Step], phase: int, each: _Launch, streams: Streams) -> None:
+    def _launch(self, steps: Sequence[Step], phase: int, each: Launch, streams: Streams) -> None:
         row, stream = each.row, streams[each.lane]
         if isinstance(row, Wait):
             if each.awaits is None:
