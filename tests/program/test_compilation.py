@@ -358,7 +358,7 @@ def test_operators_that_draw_random_numbers_run_one_after_another() -> None:
         return [row for rows in program.phases[0].lanes for row in rows if isinstance(row, Wait)]
 
     assert waits(compile_program(graph, placement)) == []
-    assert waits(compile_program(graph, placement, in_turn=(0, 1))) == [Wait(0, 0)]
+    assert waits(compile_program(graph, placement, in_turn={0, 1})) == [Wait(0, 0)]
 
 
 def test_a_placement_of_another_graph_is_refused() -> None:

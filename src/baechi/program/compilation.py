@@ -11,9 +11,9 @@ Complexity: O((instructions + reads) * lanes), and O(turns log(turns)) for their
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.program.instruction_writer import InstructionWriter
@@ -34,26 +34,36 @@ Turns: TypeAlias = Sequence[tuple[int, int]]  # (piece, micro-batch)
 Order: TypeAlias = Callable[[Sequence[Sequence[int]]], Turns]
 
 
-def compile_program(
-    structure: StepStructure,
-    placement: Placement,
-    *,
-    instant: Set[int] = frozenset(),
-    copy_lanes: bool = False,
-    one_thread: bool = False,
-    in_turn: Sequence[int] = (),
-    schedule: Schedule | None = None,
-    batches: int = 1,
-    joined: bool = True,
-    writers: Set[int] | None = None,
-    order: Order | None = None,
-) -> Program:
+def compile_program(structure: StepStructure, placement: Placement, **options: Any) -> Program:
     """The program of a placement of this step.
 
     Args:
         structure: Structure of a training or inference step; may be a graph, whose costs are
             ignored.
         placement: Placement of the step.
+        options: Of `Compiler`.
+
+    Raises:
+        InputError: The placement is of another step, parts a group, or its order is not
+            topological.
+    """
+    structure.check_placement(placement.devices, placement.order)
+    return Compiler(structure, placement, **options).program()
+
+
+def instant_ops(graph: OpGraph) -> Set[int]:
+    """The ops that take no time."""
+    return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """The makers of a program, and how it is to run.
+
+    Attributes:
+        step: The structure.
+        placement: Of it.
         instant: Operators that take no time: they may follow an output that must leave.
         copy_lanes: Whether each device copies incoming tensors on a separate lane, in parallel with
             its operators. A tensor is then freed by the device that holds it, as stream-bound
@@ -72,46 +82,19 @@ def compile_program(
         order: Makes an order of turns from the operators of every piece: those of the forward, the
             loss alone, those of the backward. By default batch by batch. In a phase that goes
             backward alone the last batch is the first.
-
-    Raises:
-        InputError: The placement is of another step, parts a group, or its order is not
-            topological.
     """
-    structure.check_placement(placement.devices, placement.order)
-    options = (
-        copy_lanes,
-        one_thread,
-        frozenset(in_turn),
-        schedule,
-        batches,
-        joined,
-        writers,
-        order,
-    )
-    return _Compiler(structure, placement, instant, *options).program()
 
-
-def instant_ops(graph: OpGraph) -> Set[int]:
-    """The ops that take no time."""
-    return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
-
-
-@final
-@dataclass(frozen=True)
-class _Compiler:
-    """The arguments of `compile_program`."""
-
-    step: StepStructure
-    placement: Placement
-    instant: Set[int]
-    copy_lanes: bool
-    one_thread: bool
-    in_turn: Set[int]
-    schedule: Schedule | None
-    batches: int
-    joined: bool
-    writers: Set[int] | None
-    order: Order | None
+    step: StepStructure = field(kw_only=False)
+    placement: Placement = field(kw_only=False)
+    instant: Set[int] = frozenset()
+    copy_lanes: bool = False
+    one_thread: bool = False
+    in_turn: Set[int] = frozenset()
+    schedule: Schedule | None = None
+    batches: int = 1
+    joined: bool = True
+    writers: Set[int] | None = None
+    order: Order | None = None
 
     def program(self) -> Program:
         """The whole program."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 from baechi.errors import InfeasibleError
 from baechi.placers.placer import Placer
@@ -66,30 +66,21 @@ def scheduled(
     schedule = simulate(graph, cluster, placement)
     if all(gpu is None for gpu in gpus):
         return schedule
-    if placement.microbatches > 1:
-        n = placement.microbatches
+    peaks: Sequence[int] = [0] * len(cluster.devices)
+    options: dict[str, Any] = {}
+    n = placement.microbatches
+    if n > 1:
         order = partial(ordered_turns, graph, cluster, placement, n, gpus=tuple(gpus))
-        peaks = order().peak_bytes
-        if replayed:
-            program = program or compile_program(
-                *(graph, placement),
-                instant=instant_ops(graph),
-                copy_lanes=True,
-                batches=n,
-                joined=not graph.is_training,
-                order=lambda segments: order(segments=segments).turns,
-            )
-            launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
-            peaks = tuple(map(max, peaks, launches.peaks()))  # the first steps run eagerly
-        return Schedule(
-            *(schedule.spans, schedule.transfers, peaks),
-            late_bound=lambda: schedule.lower_bound_ns,
-        )
-    if program is None:
-        program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
-    launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
+        peaks = order().peak_bytes  # the first steps run eagerly, and others too unless replayed
+        options = {"batches": n, "joined": not graph.is_training}
+        options["order"] = lambda segments: order(segments=segments).turns
+    if n == 1 or replayed:
+        options |= {"instant": instant_ops(graph), "copy_lanes": True}
+        program = program or compile_program(graph, placement, **options)
+        launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
+        peaks = list(map(max, peaks, launches.peaks()))
     return Schedule(
-        *(schedule.spans, schedule.transfers, launches.peaks()),
+        *(schedule.spans, schedule.transfers, tuple(peaks)),
         late_bound=lambda: schedule.lower_bound_ns,
     )
 
@@ -117,13 +108,9 @@ def solve_with_held(
         InfeasibleError: No placement was found.
         InputError: As `solve`.
     """
-    placement = solve(
-        *(graph, cluster, placer),
-        effort=effort,
-        constraints=constraints,
-        microbatches=microbatches,
-        objective=objective,
-    )
+    options: dict[str, Any] = {"effort": effort, "objective": objective}
+    options["microbatches"] = microbatches
+    placement = solve(graph, cluster, placer, constraints=constraints, **options)
     if all(gpu is None for gpu in gpus):
         return placement
     asked = constraints or Constraints()
@@ -142,13 +129,7 @@ def solve_with_held(
         margins = {d: asked.margins.get(d, 0) + held.get(d, 0) for d in {**asked.margins, **held}}
         try:
             less = replace(asked, margins=margins)
-            placement = solve(
-                *(graph, cluster, placer),
-                effort=effort,
-                constraints=less,
-                microbatches=microbatches,
-                objective=objective,
-            )
+            placement = solve(graph, cluster, placer, constraints=less, **options)
         except InfeasibleError:
             break
     with suppress(InfeasibleError):

@@ -12,7 +12,7 @@ that stay inside one tape are not part of the program.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 
 @final
@@ -94,6 +94,11 @@ class Segment:
     updates: tuple[int, ...] = ()
     again: bool = False
     backward: bool = False
+
+    @property
+    def way(self) -> Literal["forward", "backward", "recompute"]:
+        """What it does with its tapes."""
+        return "recompute" if self.again else "backward" if self.backward else "forward"
 
 
 @final

@@ -118,7 +118,7 @@ class Executable:
         self.state_devices = devices_of_state(module, placement.devices, named=ranks is not None)
         self._streams = ranks is None and any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
-        drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
+        drawing = {i for i, op in enumerate(traced.ops) if op.random and not self._streams}
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
         self.settle()
         bound = bind(module, structure, self.program, places, options)

@@ -32,6 +32,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -375,6 +376,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._seen(func, args, kwargs or {}, result)
         return result
+
+
+class FunctionMode(TorchFunctionMode):
+    """Runs every function of torch that is called inside, as `run` has it."""
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function."""
+        return func(*args, **kwargs)
+
+    @final
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
 
 
 def has_own_operators(kind: Any) -> bool:

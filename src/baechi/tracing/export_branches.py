@@ -22,12 +22,12 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.symbolic_sizes import hint, is_backed
 from baechi.torch_support.torch_internals import (
     FakeTensor,
+    FunctionMode,
     OpOverload,
     OpOverloadPacket,
     refusals,
@@ -295,7 +295,7 @@ class Questions:
 
 
 @final
-class KnownValues(TorchFunctionMode):
+class KnownValues(FunctionMode):
     """Keeps the values that are known while a tracer runs a model, and answers with them."""
 
     def __init__(self) -> None:
@@ -331,14 +331,8 @@ class KnownValues(TorchFunctionMode):
         row = self._known.get(tensor)
         return row if row is not None and row[0] == version_of(tensor) else None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function, from known values where that may be."""
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         known = self._known_arguments(func, args, kwargs)

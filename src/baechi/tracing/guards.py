@@ -29,11 +29,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from baechi._core import same_contents
-from baechi.torch_support.torch_internals import CALL, hooks_given
+from baechi.torch_support.torch_internals import CALL, FunctionMode, hooks_given
 
 _KINDS: Final = ("cpu", "cuda")
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
@@ -435,7 +434,7 @@ TruthValue = tuple[torch.Size, bool]  # of a tensor of this shape
 
 
 @final
-class TruthValues(TorchFunctionMode):
+class TruthValues(FunctionMode):
     """Records the truth values of a real run, or replays them in a trace.
 
     Args:
@@ -448,15 +447,10 @@ class TruthValues(TorchFunctionMode):
         self.recorded: list[TruthValue] = [] if recorded is None else recorded
         self._rest = iter(self.recorded)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function, or the truth value that it asks for."""
         if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if self._replays:
             return self._replay(args[0])
         answer = bool(func(args[0]))

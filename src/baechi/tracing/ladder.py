@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
+from baechi.torch_support.storages import extent
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
@@ -341,10 +342,9 @@ def _copied(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     memory = Counter(t.untyped_storage().data_ptr() for t in given)
     for tensor in given:
         if memory[tensor.untyped_storage().data_ptr()] > 1:
-            shape, stride, flat = tensor.shape, tensor.stride(), tensor.detach()
-            extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-            flat = flat.as_strided((extent,), (1,)).clone()
-            copy = flat.as_strided(shape, stride, 0).requires_grad_(tensor.requires_grad)
+            flat = tensor.detach().as_strided((extent(tensor),), (1,)).clone()
+            copy = flat.as_strided(tensor.shape, tensor.stride(), 0)
+            copy.requires_grad_(tensor.requires_grad)
             found[id(tensor)] = copy
     return tuple(found[id(tensor)] for tensor in tensors)
 

@@ -18,7 +18,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from baechi.errors import TraceError
@@ -26,6 +25,7 @@ from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import (
     FakeTensor,
     FakeTensorMode,
+    FunctionMode,
     buffers_of,
     state_of,
     tracers_ended,
@@ -210,7 +210,7 @@ def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> N
 
 
 @final
-class OutsideTensors(TorchFunctionMode):
+class OutsideTensors(FunctionMode):
     """Watches what forward reads beside its arguments, and the model's parameters and buffers.
 
     To a tracer such a tensor is a constant. So a gradient that flows into it would be lost, and it
@@ -221,14 +221,8 @@ class OutsideTensors(TorchFunctionMode):
         super().__init__()
         self._written: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function, with what it reads and writes noted."""
         real = list(filter(_is_real, pytree.tree_leaves((args, kwargs))))
         if not real:
             return func(*args, **kwargs)

@@ -66,10 +66,8 @@ class _Phase:
                     actions.append((clears.clear, row.batch))
                 else:
                     segment = phase.segments[row.segment]
-                    run = "backward" if segment.backward else "forward"
-                    run = "recompute" if segment.again else run
                     tapes = (bound.tapes[tape] for tape in segment.tapes)
-                    actions += [(getattr(tape, run), row.batch) for tape in tapes]
+                    actions += [(getattr(tape, segment.way), row.batch) for tape in tapes]
                 if (lane, position) in events:
                     actions.append((True, events[lane, position]))
             self.lanes.append(actions)

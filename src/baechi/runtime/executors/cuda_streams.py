@@ -321,25 +321,22 @@ class CudaExecutor:
 
     def _run_tapes(self, step: Step, segment: Segment) -> None:
         graphs, arrivals = step.own.graphs, step.own.arrivals
-        backward = segment.again or segment.backward
         for index in segment.tapes:
             tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
             code = self.bound.tapes[index]
-            for event in () if backward else filter(None, map(arrivals.get, code.inputs)):
+            if segment.backward:
+                getattr(tape, segment.way)(step)
+                continue
+            for event in filter(None, map(arrivals.get, code.inputs)):
                 current_stream(code.place).wait_event(event)
-            if segment.again:
-                tape.recompute(step)
-            elif segment.backward:
-                tape.backward(step)
-            else:
-                tape.forward(step)
-                if graphs is not None and graphs.flights is not None:
-                    # The next micro-batch in its slot writes there.
-                    for result in (r for output in code.outputs for r in output.results):
-                        value = step.results[result]
-                        step.results[result] = pytree.tree_map_only(
-                            torch.Tensor, lambda tensor: tensor.detach().clone(), value
-                        )
+            tape.forward(step)
+            if graphs is not None and graphs.flights is not None:
+                # The next micro-batch in its slot writes there.
+                for result in (r for output in code.outputs for r in output.results):
+                    value = step.results[result]
+                    step.results[result] = pytree.tree_map_only(
+                        torch.Tensor, lambda tensor: tensor.detach().clone(), value
+                    )
 
     def _send(
         self,

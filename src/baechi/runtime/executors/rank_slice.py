@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from baechi.errors import InputError
 from baechi.processes.edges import Sender
@@ -33,6 +32,7 @@ from baechi.program.rank_slices import (
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step, random_state, set_random_state
+from baechi.tracing.pytrees import tensors_in
 
 
 @final
@@ -214,13 +214,7 @@ class RankExecutor:
         assert isinstance(row, Run)
         segment = phase.segments[row.segment]
         for index in segment.tapes:
-            tape = self.bound.tapes[index]
-            if segment.again:
-                tape.recompute(steps[row.batch])
-            elif segment.backward:
-                tape.backward(steps[row.batch])
-            else:
-                tape.forward(steps[row.batch])
+            getattr(self.bound.tapes[index], segment.way)(steps[row.batch])
 
     def _receive(self, steps: Sequence[Step], number: int, row: Copy, key: tuple[int, ...]) -> None:
         ranks = self._ranks
@@ -251,7 +245,7 @@ class RankExecutor:
                 for step in steps:
                     for number, row in mine:
                         flags.append(step.flags[row.value])
-                        tensors += _tensors(step.results[number])
+                        tensors += tensors_in(step.results[number])
             found, told = self._ranks.share(owner, tensors, flags)
             if owner == self._ranks.rank:
                 continue
@@ -294,13 +288,6 @@ class RankCall:
 def _sent(step: Step, moves: Moves, key: tuple[int, ...]) -> Message:
     tensors: list[torch.Tensor | None] = []
     for slot, _ in moves.slots:
-        tensors += _tensors(step.slots[slot])
+        tensors += tensors_in(step.slots[slot])
     tensors += [step.grads[slot] for slot, _ in moves.grads]
     return Message(key, tensors, [step.flags[value.number] for value in moves.values])
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
