@@ -196,17 +196,14 @@ def is_hopeless(problem: Problem) -> bool:
     held = int(arrays.group_persistent.sum())
     if held > sum(room) or _too_many(problem, room):
         return True
-    if held + arrays.total_tensor_bytes > sum(room) and _held_at_once(problem) > sum(room):
-        return True
+    if held + arrays.total_tensor_bytes > sum(room):
+        together = _core.regrouped(problem.core, np.zeros(arrays.groups, np.int32))
+        if _core.most_held(together) > sum(room):  # at one time of every step
+            return True
     least = arrays.least_bytes(problem.durations.min(axis=0) > 0)
     if (least > problem.largest_memory).any():
         return True
     return held > _TIGHT * sum(room) and is_unpackable(problem)
-
-
-def _held_at_once(problem: Problem) -> int:
-    """Bytes in use at one time of every step, on all devices together."""
-    return _core.most_held(_core.regrouped(problem.core, np.zeros(problem.arrays.groups, np.int32)))
 
 
 def _too_many(problem: Problem, room: Sequence[int]) -> bool:

@@ -186,7 +186,7 @@ class Problem:
     def lanes(self) -> tuple[int, ...]:
         """How many lanes of its GPU may be used, per device; 1 where no times depend on that."""
         names = [device.lane_of for device in self.cluster.devices]
-        if not any(names) or not self.arrays.on_lanes:
+        if not any(names) or all(lanes_of(kind)[1] == 1 for kind in self.arrays.kind_times):
             return (1,) * len(names)
         usable = Counter(names[device] for device in np.flatnonzero(self.allowed.any(axis=1)))
         return tuple(max(1, usable[name]) if name else 1 for name in names)

@@ -10,9 +10,9 @@ Complexity: O((instructions + reads) * lanes), and O(turns log(turns)) for their
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, repeat
+from itertools import pairwise, product, repeat
 from typing import Any, TypeAlias, final
 
 from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
@@ -163,7 +163,8 @@ class Compiler:
         """The phases, one where every micro-batch has a loss, and their rows for all of these."""
         n, trains = len(ops[0]), len(drafts) > 1
         rows = [*ops[0], *([(self.step.n_forward,), *ops[1]] if trains else ())]
-        turns = list(self.order(rows) if self.order else self._batch_by_batch(len(rows)))
+        by_batch = product(range(self.batches), range(len(rows)))
+        turns = list(self.order(rows) if self.order else ((at, batch) for batch, at in by_batch))
         forward = [(piece, batch) for piece, batch in turns if piece < n]
         backward = [(piece - n - 1, batch) for piece, batch in turns if piece > n]
         parts = [forward, backward]
@@ -178,10 +179,6 @@ class Compiler:
                 [replace(row, batch=batch) for piece, batch in in_order for row in blocks[piece]]
             )
         return drafts, written
-
-    def _batch_by_batch(self, n: int) -> Iterator[tuple[int, int]]:
-        for batch in range(self.batches):
-            yield from ((piece, batch) for piece in range(n))
 
     def _in_order(self, draft: "_Draft", turns: Turns, *, descending: bool) -> Turns:
         """The turns, each as early as it was asked for, after those that have to come before it.

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.records.cluster import lanes_of
 
 
 def exact_sum(values: NDArray[np.int64]) -> int:
@@ -71,11 +70,6 @@ class GraphArrays:
     def groups(self) -> int:
         """The number of groups."""
         return int(self.op_group.max()) + 1 if len(self.op_group) else 0
-
-    @cached_property
-    def on_lanes(self) -> bool:
-        """True if there are times for several lanes of a GPU."""
-        return any(lanes_of(kind)[1] > 1 for kind in self.kind_times)
 
     @cached_property
     def group_persistent(self) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ Complexity: O(nodes + edges), and a trace.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -134,7 +134,10 @@ class _Rows:
 
     def __init__(self, one: TracedModule, two: TracedModule) -> None:
         self._one = one
-        nodes, others = ([*_all_nodes(m.graph_module.graph)] for m in (one, two))
+        nodes, others = (
+            [each for node in m.graph_module.graph.nodes for each in (*nodes_inside(node), node)]
+            for m in (one, two)
+        )
         self._dims: dict[fx.Node, tuple[int | None, ...]] = {}  # of the values of each
         for node, other in zip(nodes, others, strict=False):
             if (node.op, target_name(node)) != (other.op, target_name(other)):
@@ -311,13 +314,6 @@ class _Rows:
             "the result. Compute it outside of the model, on the merged outputs of placed(x); or "
             "give microbatches=None."
         )
-
-
-def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of a graph, each after those of the graphs that it runs."""
-    for node in graph.nodes:
-        yield from nodes_inside(node)
-        yield node
 
 
 def _shapes(node: fx.Node, facts: Facts) -> list[Shape]:
