@@ -9,8 +9,8 @@ from placed import cpus, one_thread, step
 from torch import Tensor, nn
 
 import baechi
-from baechi.runtime.executors.cuda_graphs import Statics
 from baechi.runtime.executors.cuda_streams import room_of
+from baechi.runtime.executors.graphed_tape import Statics
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import crossings, cut_up, laid_out, once, spanned
 

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
-from baechi.runtime.executors.cuda_graphs import GraphedTape, Graphs, Statics
+from baechi.runtime.executors.cuda_graphs import Graphs
+from baechi.runtime.executors.graphed_tape import GraphedTape, Statics
 from baechi.runtime.executors.held_storages import HeldStorages
 from baechi.runtime.executors.lane_streams import Event, Lanes, Launch, Streams
 from baechi.torch_support.storages import (
