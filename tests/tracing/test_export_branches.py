@@ -137,6 +137,39 @@ def test_there_is_a_plan_for_each_answer_about_arguments() -> None:
     placed.unplace()
 
 
+class Pooled(nn.Module):
+    """Sums the rows of each graph of a batch, as graph networks do, and the first of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, batch: Tensor, lengths: Tensor) -> Tensor:
+        x = self.before(x).relu()
+        graphs = x.new_zeros(int(batch.max()) + 1, 8).index_add(0, batch, x)
+        first = torch.stack([x[:n].mean(0) for n in lengths.tolist()])
+        return torch.cat([self.after(graphs), self.after(first[:, : lengths.max().item()])])
+
+
+def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments() -> None:
+    torch.manual_seed(0)
+    model = Pooled()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=True, placer=baechi.RandomPlacer(0))
+    rungs = []
+    for graphs, lengths in ((2, [8, 9]), (2, [8, 9]), (3, [8, 9]), (2, [9, 8]), (2, [8, 9])):
+        x, batch = torch.randn(12, 4), torch.arange(12) % graphs
+        results = [each(x, batch, torch.tensor(lengths)) for each in (placed, unsplit)]
+        assert torch.equal(*results)
+        for result in results:
+            result.square().sum().backward()
+        rungs.append(placed.traced.rung)
+    assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, unsplit))))
+    assert set(rungs) == {"torch.export (non-strict), numbers of the arguments"}
+    assert len(placed._specializations) == 3
+    placed.unplace()
+
+
 def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list[Tensor]:
     model.zero_grad()
     result = run(*example[1], **example[2])

@@ -38,12 +38,17 @@ from baechi.torch_support.torch_internals import (
 
 @final
 class EagerBranches:
-    """The answers given to a model's code in one trace, over all its attempts."""
+    """The answers given to a model's code in one trace, over all its attempts.
 
-    def __init__(self) -> None:
+    Args:
+        numbers: Whether forward may also read numbers that depend on arguments, each a question.
+    """
+
+    def __init__(self, *, numbers: bool = False) -> None:
+        self._numbers = numbers
         self._exporting: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
-        self._known = KnownValues()
+        self._known = KnownValues(numbers=numbers)
         self.nested = False  # whether there is a compiler inside, which reads what is around it
         self._all = False
 
@@ -73,7 +78,7 @@ class EagerBranches:
     ) -> Iterator[None]:
         """Run the model's Python inside a tracer, whose arguments stand for those of an example."""
         self._last = None
-        known = self._known = KnownValues()
+        known = self._known = KnownValues(numbers=self._numbers)
         if self._all:
             yield
             return
@@ -298,8 +303,9 @@ class Questions:
 class KnownValues(FunctionMode):
     """Keeps the values that are known while a tracer runs a model, and answers with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool) -> None:
         super().__init__()
+        self._numbers = numbers  # of arguments, too
         # A value holds for as long as nothing writes into the tensor or a view of it.
         # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
@@ -359,11 +365,12 @@ class KnownValues(FunctionMode):
         return result
 
     def _may_tell(self, func: Any, args: Any) -> bool:
-        """True if a function asks for values that may be told: of arguments truth values alone."""
+        """True if a function asks for values that may be told; of arguments often no numbers."""
         if func in _TRUTHS or (func is torch.Tensor.item and args[0].dtype is torch.bool):
             return True
         node = self._row(args[0])[2] if func in _NUMBERS else None
-        return func in _NUMBERS and (node is None or not self.questions.needs_arguments(node))
+        told = self._numbers or node is None or not self.questions.needs_arguments(node)
+        return func in _NUMBERS and told
 
     def _known_arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,6 +4,7 @@
     the same, export branches    where the branches of an eager run cannot be traced
     module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
                                  submodule that cannot be traced
+    torch.export, numbers        those that forward reads from integers among the arguments, too
     torch.export, truth values   those of the example's tensors, each with a check
 
 Each rung traces the same flat function (`calling_convention.flat_model`). The rung taken, and why
@@ -174,6 +175,8 @@ def ladder(
     if not places:  # fx knows no symbols
         opaque = partial(symbolic_trace, mode)
         yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
+    numbers = partial(_non_strict, mode, EagerBranches(numbers=True), places=places)
+    yield f"{name}, numbers of the arguments", numbers
     branches = EagerBranches()
     name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
     yield name, values
@@ -258,8 +261,9 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
     failure = TraceError(
         f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
         "Control flow that looks at numbers in tensors must be inside a submodule, which then "
-        "stays whole; the outermost forward may ask for truth values alone. A loss that does is "
-        "computed outside: trace without labels."
+        "stays whole; the outermost forward may read numbers of integers among its arguments, and "
+        "of other tensors truth values alone. A loss that reads more is computed outside: trace "
+        "without labels."
     )
     for attempt in attempts:
         failure.add_note(f"{attempt.rung}: {attempt.reason}")
