@@ -668,9 +668,9 @@ class _Planner:
             return [estimate(traced, kind, microbatches=cut) for kind in kinds]
         if (ranks := self.ranks) is not None:
             options: Any = {"threads": self.threads or torch.get_num_threads()}
-            options["microbatches"] = cut
             options["progress"] = self.progress and ranks.rank == 0
-            return costs_of_kinds(ranks, partial(profile, traced, ranks.device, **options))
+            measured = partial(profile, traced, ranks.device, microbatches=cut, **options)
+            return costs_of_kinds(ranks, measured)
         threads, cpus = self.threads, sum(place.type == "cpu" for place in self.places)
         if threads is None and cpus:  # an operator's threads are its device's share
             threads = max(torch.get_num_threads() // cpus, 1)
@@ -680,17 +680,8 @@ class _Planner:
         most = self._most_lanes([*map(device_kind, self.places)])
         rows = [(place, 1) for place in first.values()]
         rows += [(first[kind], lanes) for kind, lanes in most.items() if lanes > 1]
-        return [
-            profile(
-                traced,
-                place,
-                threads=threads,
-                progress=self.progress,
-                lanes=lanes,
-                microbatches=cut,
-            )
-            for place, lanes in rows
-        ]
+        alone = partial(profile, traced, threads=threads, progress=self.progress)
+        return [alone(place, lanes=lanes, microbatches=cut) for place, lanes in rows]
 
     def _most_lanes(self, kinds: Sequence[str]) -> dict[str, int]:
         """The most lanes into which a GPU of each kind is cut, given every device's kind."""

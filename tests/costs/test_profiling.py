@@ -18,6 +18,7 @@ from baechi.costs.example_inputs import ExampleInputs
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
+from baechi.records import device_kinds
 from baechi.torch_support.memory_meter import Meter
 from baechi.tracing.fx_nodes import operator_name
 
@@ -301,6 +302,10 @@ def test_a_plan_of_micro_batches_has_the_additions_of_their_gradients() -> None:
     alone = baechi.estimate(baechi.trace(model, (x[:1],)), "cpu").costs
     assert turns_ns > 4 * sum(cost.forward_ns + cost.backward_ns for cost in alone)
     assert placed.schedule.makespan_ns == turns_ns
+    gpu = [baechi.estimate(baechi.trace(model, (x,)), "T4", microbatches=n).costs for n in (1, 2)]
+    launch_ns = [sum(cost.backward_launch_ns for cost in row) for row in gpu]
+    one = device_kinds.find("T4").host_launch_ns
+    assert launch_ns[1] - launch_ns[0] == 2 * (one // 2) > 0  # an addition for each linear
 
 
 def test_ctrl_c_keeps_what_was_measured(

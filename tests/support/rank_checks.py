@@ -422,6 +422,7 @@ def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> No
     """A step whose first operator of a name fails on the rank that runs it."""
     placed = place(Tied(), ranks, microbatches=4)
     placed.step(X, targets=T, loss=criterion)
+    ranks.exchange("the first step")  # who is still in it would be told of the second one's error
     ops = placed.graph.ops
     home = next(d for op, d in zip(ops, placed.placement.devices, strict=True) if part in op.name)
     for _ in range(2):

@@ -104,11 +104,13 @@ def estimate(
     rounded = rounded_classes(row, tf32)
     later = check_positive(microbatches, "microbatches") - 1
 
-    def accumulation_ns(trained_bytes: int) -> int:
-        """Adding a micro-batch's gradients to those before, on average over all."""
+    def accumulation_ns(trained_bytes: int) -> tuple[int, int]:
+        """Adding a micro-batch's gradients to those before, and its launch, on average over all."""
+        if not trained_bytes:
+            return 0, 0
         kernel = Kernel("elementwise", "fp32", 0, 3 * trained_bytes)
-        whole_ns = row.run_ns((kernel,), lanes) if later and trained_bytes else 0
-        return later * whole_ns // microbatches
+        whole_ns = row.run_ns((kernel,), lanes)
+        return later * whole_ns // microbatches, later * row.host_launch_ns // microbatches
 
     costs = {
         key: OpCost(
@@ -124,22 +126,23 @@ def estimate(
         )
         for key, load in workloads(traced).items()
     }
+    added = [accumulation_ns(op.trained_bytes) for op in traced.ops]
     rows = tuple(
         replace(
             costs[op.key],
-            backward_ns=max(
-                costs[op.key].backward_ns + accumulation_ns(op.trained_bytes), held.least_ns
-            )
+            backward_ns=max(costs[op.key].backward_ns + added_ns, held.least_ns)
             if op.differentiable
             else 0,
-            backward_launch_ns=costs[op.key].backward_launch_ns if op.differentiable else 0,
+            backward_launch_ns=costs[op.key].backward_launch_ns + launched_ns
+            if op.differentiable
+            else 0,
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
             backward_workspace_bytes=held.with_own(costs[op.key].backward_workspace_bytes or 0),
         )
-        for op, output_bytes, held in zip(
-            traced.ops, traced.made_bytes, held_gradients(traced), strict=True
+        for op, output_bytes, held, (added_ns, launched_ns) in zip(
+            traced.ops, traced.made_bytes, held_gradients(traced), added, strict=True
         )
     )
     how = "calibrated" if calibration is not None else "uncalibrated"
