@@ -113,6 +113,39 @@ def test_they_are_those_of_the_unsplit_model(way: Callable[[nn.Module], None]) -
     module.unplace()
 
 
+class Tied(nn.Module):
+    """A weight of three readers, with layers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.embedding.weight
+        h = self.a(self.embedding(tokens)).tanh()
+        h = h + self.b(h @ (weight.t() @ weight)).tanh()
+        return h @ weight.t()
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_readers_of_one_weight_are_added_up_over_calls_as_autograd_does(hook: bool) -> None:
+    """One by one, from the last call's last reader to the first call's first."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 50, (3, 6, 5))
+    unsplit = Tied()
+    module = placed.at_random(copy.deepcopy(unsplit), (tokens[0],), seed=1, devices=2)
+    for model in (unsplit, module):
+        if hook:
+            model.get_parameter("embedding.weight").register_hook(lambda gradient: gradient * 3)
+        for _ in range(2):
+            sum(model(row).square().mean() for row in tokens).backward()
+    for name, parameter in unsplit.named_parameters():
+        assert torch.equal(module.get_parameter(name).grad, parameter.grad), name
+    module.unplace()
+
+
 def test_steps_take_turns_with_one_node() -> None:
     module = placed.at_random(Layers(), (X,))
     first, second = module(X), module(X)

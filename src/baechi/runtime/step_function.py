@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from baechi.errors import ExecutionError
 from baechi.runtime.autograd.binding import Bound, BoundResult
@@ -23,6 +24,7 @@ from baechi.runtime.executors.rank_slice import RankExecutor
 from baechi.torch_support.streams import current_stream
 from baechi.torch_support.torch_internals import (
     GRADIENT_HOOKS,
+    backward_id,
     gradient_hooks,
     is_graph_kept,
     run_first,
@@ -34,6 +36,8 @@ from baechi.tracing.guards import HeldObjects
 Executor: TypeAlias = CpuExecutor | CudaExecutor | RankExecutor
 # Nodes of parameters that wait for a step: as many as calls that one loss may be of.
 _MOST_FREE: Final = 4
+# The last backward through a step that reads a parameter repeatedly.
+_BACKWARD: Final[Any] = WeakIdKeyDictionary()
 
 
 @final
@@ -50,6 +54,7 @@ class Leaves:
         bound: The program whose steps these are.
         slots: The slot of each one's gradient.
         spread: Device and slots of what is added up at the end, into the first.
+        repeated: Parameter and slot of every further one of these, an input of the node by itself.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bound: Bound) -> None:
@@ -60,6 +65,8 @@ class Leaves:
         homes = [bound.parameters[parameter] for parameter in self.trained]
         self.slots = [slots[0] for _, slots in homes]
         self.spread = [home for home in homes if len(home[1]) > 1]
+        pairs = zip(self.trained, homes, strict=True)
+        self.repeated = [(parameter, slot) for parameter, (_, own) in pairs for slot in own[1:]]
         # One without hooks may be frozen: no tape makes a gradient of it, and torch needs none.
         plain = HeldObjects((), ((p, (GRADIENT_HOOKS,)) for p, own in hooks if own is None))
         others = (p for p in parameters if not p.requires_grad or gradient_hooks(p))
@@ -85,9 +92,19 @@ class Leaves:
     def _made(self) -> torch.Tensor:
         if not self.trained:
             return torch.empty(0, requires_grad=True)
-        token: torch.Tensor = LeavesFunction.apply(*self.trained)  # type: ignore[no-untyped-call]
+        token: torch.Tensor = LeavesFunction.apply(  # type: ignore[no-untyped-call]
+            *self.trained, *(parameter for parameter, _ in self.repeated)
+        )
         run_first(token)
         return token
+
+    def follows(self) -> bool:
+        """True if the running backward went through another step of a parameter read repeatedly."""
+        current, before = backward_id(), set()
+        for parameter, _ in self.repeated:
+            before.add(_BACKWARD.get(parameter))
+            _BACKWARD[parameter] = current
+        return current in before
 
 
 @final
@@ -193,9 +210,13 @@ class Plan:
         self.spent = not keep
         bound = self.executor.bound
         totals = None if len(self.steps) == 1 else Totals([None] * len(bound.parameters))
+        # Autograd adds up the readers of all calls one by one.
+        alone = totals is None and not isinstance(self.executor, RankExecutor)
+        separate = alone and leaves.follows()
         for step in self.steps:
             step.keep = keep
             step.totals = totals
+            step.separate = separate
         self.executor.run(self.steps, 1)
         end: Any = self.token.new_empty(0)
         result: list[torch.Tensor | None] = [end]
@@ -203,9 +224,11 @@ class Plan:
             total = self.steps[batch].taken(bound.input_grads[index])
             result.append(None if total is None else total.to(tensor.device))
         end.gradients = self._of_parameters(totals)
-        graded = zip(leaves.trained, end.gradients, strict=True) if leaves.hooked else ()
-        for parameter, gradient in graded:
-            if gradient is None and parameter in leaves.hooked and gradient_hooks(parameter):
+        owners = (*leaves.trained, *(parameter for parameter, _ in leaves.repeated))
+        rows = zip(owners, end.gradients, strict=True) if leaves.hooked else ()
+        graded = {parameter for parameter, gradient in rows if gradient is not None}
+        for parameter in leaves.hooked - graded:
+            if gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
@@ -217,20 +240,24 @@ class Plan:
         return result
 
     def _of_parameters(self, totals: Totals | None) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the parameters that the leaves train, in their order."""
+        """The gradients of the inputs of the parameters' node, in their order."""
         leaves = self.leaves
         if totals is not None:
             found = sum_up(self.steps[::-1], self.executor, totals)
-            return tuple(map(found.__getitem__, leaves.trained))
+            return *map(found.__getitem__, leaves.trained), *(None for _ in leaves.repeated)
         (step,) = self.steps
-        for device, slots in leaves.spread:
+        for device, slots in () if step.separate else leaves.spread:
             with step.counting(device):
                 step.grads[slots[0]] = step.taken(slots)
-        return tuple(_averaged(self.executor, tuple(map(step.grads.__getitem__, leaves.slots))))
+        own = _averaged(self.executor, tuple(map(step.grads.__getitem__, leaves.slots)))
+        return *own, *(step.grads[slot] for _, slot in leaves.repeated)
 
 
 class LeavesFunction(torch.autograd.Function):
-    """Parameters as one node; its output is a token, whose gradient has those of all of them."""
+    """Parameters as one node; its output is a token, whose gradient has those of all of them.
+
+    A parameter with several gradients is an input for each.
+    """
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ARG004

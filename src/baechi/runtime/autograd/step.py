@@ -260,6 +260,7 @@ class Step:
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases
         self.totals: Totals | None = None  # of all micro-batches, where tapes add to them
+        self.separate = False  # whether each gradient of a parameter is given to autograd by itself
 
     def counting(self, device: int) -> AbstractContextManager[None]:
         """Count what is made inside; autograd takes the mode along to the thread of a GPU."""

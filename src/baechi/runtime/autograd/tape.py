@@ -276,7 +276,7 @@ class TapeCode:
 
     def add_up(self, step: Step) -> None:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
-        for total, slot in self.sums:
+        for total, slot in () if step.separate else self.sums:
             step.grads[total] = step.taken((total, slot))
         totals = step.totals
         if totals is not None:
