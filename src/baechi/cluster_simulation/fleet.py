@@ -239,8 +239,8 @@ class DeviceStates:
         self._busy = [0] * fleet.nodes  # GPUs of every node
 
     @property
-    def idle(self) -> int:
-        """How many GPUs no job is on."""
+    def free(self) -> int:
+        """The number of GPUs that no job is on."""
         return len(self.owners) - sum(self._busy)
 
     def admits(self, gpu: int, part: Part) -> bool:

@@ -47,7 +47,7 @@ class WholeScheme(Scheme):
 
     def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """What `choose` takes of the GPUs that have room, if they are enough."""
-        if devices.sharing.most == 1 and job.gpus > devices.idle:
+        if devices.sharing.most == 1 and job.gpus > devices.free:
             return None
         part = job.part
         chosen = self.choose(job.gpus, devices.open(part), devices)

@@ -308,13 +308,14 @@ class _Simulation:
     def _fill_up(self, now: int) -> None:
         """Without preemption: starts waiting jobs while there is room."""
         started = 0
-        free = self._devices.row()[3]
+        free = self._devices.free
         for run in self._policy.walk(self._queue):
             if not free and self._shared is None:
                 break
-            if self._begin(run, now):
+            too_large = run.job.gpus > free and run.job.graph is None and self._shared is None
+            if not too_large and self._begin(run, now):
                 started += 1
-                free = self._devices.row()[3]
+                free = self._devices.free
             elif self._policy.blocking:
                 break
         if all(run.running for run in self._queue[:started]):

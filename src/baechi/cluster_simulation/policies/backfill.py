@@ -50,7 +50,7 @@ class Backfill(Policy):
         return True
 
     def _reservation(self, first: JobRun, offer: Offer) -> tuple[int, int]:
-        free = offer.devices.row()[3]
+        free = offer.devices.free
         time = offer.now
         for run in sorted(offer.running, key=lambda run: (run.ends_at(), run.index)):
             if free >= first.job.gpus:

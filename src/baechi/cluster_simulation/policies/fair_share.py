@@ -29,6 +29,8 @@ class FairShare(Policy):
     def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """The jobs that get GPUs by progressive filling, then those for which none are left."""
         del now
+        if sum(run.job.gpus for run in runs) <= self.gpus:
+            return runs
         queues: dict[str, deque[JobRun]] = {}
         for run in sorted(runs, key=lambda run: (not run.running, run.index)):
             queues.setdefault(run.job.owner, deque()).append(run)
@@ -39,7 +41,7 @@ class FairShare(Policy):
         free = self.gpus
         given: list[JobRun] = []
         left: list[JobRun] = []
-        while turns:
+        while turns and free:
             held, _, owner = heappop(turns)
             run = queues[owner].popleft()
             if run.job.gpus <= free:
@@ -50,4 +52,4 @@ class FairShare(Policy):
                 left.append(run)
             if queues[owner]:
                 heappush(turns, (held, queues[owner][0].index, owner))
-        return given + left
+        return given + left + [run for queue in queues.values() for run in queue]
