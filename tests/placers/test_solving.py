@@ -33,7 +33,7 @@ from baechi import (
 )
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.placer import Placer
-from baechi.placers.searching import find
+from baechi.placers.searching import find, missing_as_run
 from baechi.problem.microbatches import run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows
@@ -80,6 +80,25 @@ def test_a_training_step_fits_as_it_runs(graph, name, share):
     if graph.is_training:
         run = replace(placement, order=run_order(graph, placement))
         assert not overflows(simulate(graph, cluster, run), cluster)
+
+
+def test_an_order_on_one_device_that_no_step_runs():
+    """The longest first, so that what is kept would be there for no time; a step runs it last."""
+    ops = (
+        Op("kept", 0),
+        Op("long", 1),
+        Op("loss", 0, group="kept", phase="loss"),
+        Op("kept'", 0, group="kept", phase="backward", forward=(0,)),
+    )
+    tensors = (Tensor(0, (2,), 0), Tensor(0, (), 2, kept=True), Tensor(2, (3,), 0))
+    graph = OpGraph(ops, tensors)
+    cluster = Cluster.uniform(2, 1, Link(1, 2**40))
+    problem, order = Problem(graph, cluster), (1, 0, 2, 3)
+    reordered = Placement(graph.digest, (0, 0, 0, 0), order)
+    assert not overflows(simulate(graph, cluster, reordered), cluster)
+    assert missing_as_run(problem, reordered) == {"device0": 1}
+    with pytest.raises(InfeasibleError):
+        solve(graph, cluster, effort="fast")
 
 
 def test_gradients_that_come_first_in_the_run_alone():

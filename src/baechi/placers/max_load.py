@@ -1,6 +1,6 @@
 """Search for a placement whose busiest device or port has least to do per run of the graph.
 
-    least  max over devices of  work, transfers out, transfers in
+    least  max over devices of  work and overheads, transfers out, transfers in
 
 Threshold accepting (Dueck and Scheuer, 1990, J. Comput. Phys. 90): a random move is taken unless it
 makes the loads worse by more than a part that shrinks to nothing. Their measure is the sum of their
@@ -130,10 +130,15 @@ class _Loads:
     def _transfer(self, tensors: Sequence[int] | set[int], sign: int) -> None:
         """Add the transfers of tensors to the loads, or take them off."""
         home, loads, links = self.home, self.loads, self._problem.cluster.links
+        pool = self._problem.device_pool
         for tensor in tensors:
             first, *others = (home[member] for member in self._ends[tensor])
-            for device in {*others} - {first}:
-                took = sign * self._sent[links[first][device]][tensor]
+            there = {pool[device]: device for device in reversed(others)}  # one copy for a pool
+            there.pop(pool[first], None)
+            for device in there.values():
+                link = links[first][device]
+                took = sign * self._sent[link][tensor]
+                loads[device] += sign * (link.overhead_ns if link else 0)
                 loads[self._n + first] += took
                 loads[self._arriving + device] += took
 

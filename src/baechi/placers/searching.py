@@ -148,7 +148,8 @@ def missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
     """The bytes that devices lack in the order in which a training step runs, by name."""
     graph, used = problem.graph, set(placement.devices)
     trains = graph.is_training
-    if len(used) < 2 or not (trains or problem.in_use(placement.devices) is not problem):
+    is_run = len(used) < 2 and placement.order == tuple(range(len(graph.ops)))
+    if is_run or not (trains or problem.in_use(placement.devices) is not problem):
         return {}
     if ample_bytes(problem) <= min(problem.device_memory[device] for device in used):
         return {}
