@@ -241,6 +241,27 @@ def test_no_weight_outlives_its_model(name: str) -> None:
     assert not any(weight() is not None for weight in weights)
 
 
+def test_torch_keeps_no_weight_of_the_model_that_was_traced_last() -> None:
+    """Behind a `no_grad`, an LSTM's weight is a constant of a graph that its exporter notes down."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = torch.nn.LSTM(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                twice = x * 2
+            return self.lstm(x)[0] + twice
+
+    model = Model()
+    weights = [weakref.ref(tensor) for tensor in model.parameters()]
+    traced = baechi.trace(model, (torch.randn(2, 3, 4),))
+    del model, traced
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+
+
 def test_what_autograd_keeps_of_an_operator_is_let_go_of() -> None:
     """tanh keeps its own result, whose graph keeps what tanh keeps."""
     x = torch.randn(4, requires_grad=True)

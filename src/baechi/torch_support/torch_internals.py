@@ -506,6 +506,8 @@ def frugal_export() -> Iterator[None]:
         patch.object(fx.proxy, "CapturedTraceback", stack),
         patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lines),
         patch.object(proxy_tensor, "_extract_tensor_metadata", lambda _: None),  # as `val`
+        # It would keep the last trace's graph, and an LSTM's weights with it, until another comes.
+        patch.dict(proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT),
     ):
         yield
 
