@@ -242,7 +242,7 @@ def test_no_weight_outlives_its_model(name: str) -> None:
 
 
 def test_torch_keeps_no_weight_of_the_model_that_was_traced_last() -> None:
-    """Behind a `no_grad`, an LSTM's weight is a constant of a graph that its exporter notes down."""
+    """Behind a `no_grad`, an LSTM's weight is a constant of a graph that its exporter notes."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
