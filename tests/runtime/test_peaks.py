@@ -80,6 +80,28 @@ def test_joins_that_take_no_time_by_their_kernels() -> None:
         assert all(one <= two for one, two in zip(seen, said, strict=True))
 
 
+class Projected(nn.Module):
+    """One weight in two parts, as torch's cross-attention has it, and layers that run before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = layer(x).tanh()
+        one, two = self.weight.split([32, 96])
+        return nn.functional.linear(nn.functional.linear(x, one).tanh(), two)
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 0.01), (2, 0.15)])
+def test_the_gradient_of_a_weight_in_parts_is_counted_once(n: int, most: float) -> None:
+    rows = errors(Projected(), (torch.randn(8, 32),), n, 4)
+    assert min(rows) >= 0
+    assert sorted(rows)[len(rows) // 2] <= most
+
+
 class Frozen(nn.Module):
     """A tower whose parameters ask for gradients that never come, and one output, twice."""
 

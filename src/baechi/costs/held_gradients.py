@@ -112,13 +112,23 @@ class _Gradients:
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
+            known = self._waiting(base) if base.op == "get_attr" and len(places) == 1 else 0
             for rank in between:
-                self.running[rank] += nbytes
+                self.running[rank] += max(nbytes - known, 0)
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
                     self.ending[rank] = max(self.ending[rank], total)
+
+    def _waiting(self, state: fx.Node) -> int:
+        """Bytes of the gradients of a parameter's parts, which the graph has to its own operator's.
+
+        That goes backward last, while autograd puts them together where the parts were taken.
+        """
+        (op,) = (op for op, nodes in enumerate(self.traced.module.nodes) if state in nodes)
+        parts = (tensor for tensor in self.traced.made[op] if tensor.differentiable)
+        return sum(sum(t.gradient_bytes or (t.nbytes,) * len(t.consumers)) for t in parts)
 
     def add_joins(self) -> None:
         """Add gradients of joined tensors, of which the graph has the parts.
