@@ -95,7 +95,7 @@ class Projected(nn.Module):
         return nn.functional.linear(nn.functional.linear(x, one).tanh(), two)
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 0.01), (2, 0.15)])
+@pytest.mark.parametrize(("n", "most"), [(1, 0.12), (2, 0.03)])
 def test_the_gradient_of_a_weight_in_parts_is_counted_once(n: int, most: float) -> None:
     rows = errors(Projected(), (torch.randn(8, 32),), n, 4)
     assert min(rows) >= 0
