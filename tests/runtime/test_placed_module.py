@@ -387,6 +387,27 @@ def test_other_tracers_are_told_what_to_do(
     assert lazy(x).shape == (3, 4)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda m, x: torch.export.export(m, (x,)).module()(x),
+        lambda m, x: torch.func.jacrev(m)(x),
+        lambda m, x: torch.func.vmap(m)(torch.stack([x, x])),
+        lambda m, x: torch.autograd.functional.hessian(lambda y: m(y).square().sum(), x),
+    ],
+    ids=["export", "jacrev", "vmap", "hessian"],
+)
+def test_tracers_and_transforms_see_a_model_on_one_device_as_it_is(
+    unsplit: Trained, x: torch.Tensor, way: Callable[..., Any]
+) -> None:
+    expected = way(unsplit, x)
+    module = baechi.place(
+        *(copy.deepcopy(unsplit), {"cpu:0": "1GiB"}),
+        **{"example_args": (x,), "costs": "estimate", "progress": False},
+    )
+    assert torch.equal(way(module, x), expected)
+
+
 # Parts that are called from outside of the forward.
 
 

@@ -288,6 +288,8 @@ class PlacedState:
             with self.lock:
                 try:
                     if tracer := foreign_tracer():
+                        if self._is_unsplit:
+                            return plain(*args, **kwargs)
                         raise ExecutionError(
                             f"{tracer} looks through the Python of a model, and a placed one runs "
                             "on its own workers: give it model = placed.unplace(), or a "
@@ -340,6 +342,13 @@ class PlacedState:
         planner = self._specialize
         free = planner is not None and not planner.needs_runtime
         return free and len(self.places) == 1 and not any(t.is_meta for t in self._tensors())
+
+    @property
+    def _is_unsplit(self) -> bool:
+        """True if the model runs as it is in all calls so far."""
+        return all(special.unsplit_on is not None for special in self.all) and (
+            bool(self.all) or self._is_alone
+        )
 
     def _glance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Equal for calls whose arguments are alike; None if one is more than tensors and numbers.
