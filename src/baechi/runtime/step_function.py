@@ -55,6 +55,7 @@ class Leaves:
         slots: The slot of each one's gradient.
         spread: Device and slots of what is added up at the end, into the first.
         repeated: Parameter and slot of every further one of these, an input of the node by itself.
+        owners: The parameter of each of the node's inputs.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bound: Bound) -> None:
@@ -67,6 +68,7 @@ class Leaves:
         self.spread = [home for home in homes if len(home[1]) > 1]
         pairs = zip(self.trained, homes, strict=True)
         self.repeated = [(parameter, slot) for parameter, (_, own) in pairs for slot in own[1:]]
+        self.owners = (*self.trained, *(parameter for parameter, _ in self.repeated))
         # One without hooks may be frozen: no tape makes a gradient of it, and torch needs none.
         plain = HeldObjects((), ((p, (GRADIENT_HOOKS,)) for p, own in hooks if own is None))
         others = (p for p in parameters if not p.requires_grad or gradient_hooks(p))
@@ -92,9 +94,7 @@ class Leaves:
     def _made(self) -> torch.Tensor:
         if not self.trained:
             return torch.empty(0, requires_grad=True)
-        token: torch.Tensor = LeavesFunction.apply(  # type: ignore[no-untyped-call]
-            *self.trained, *(parameter for parameter, _ in self.repeated)
-        )
+        token: torch.Tensor = LeavesFunction.apply(*self.owners)  # type: ignore[no-untyped-call]
         run_first(token)
         return token
 
@@ -224,8 +224,7 @@ class Plan:
             total = self.steps[batch].taken(bound.input_grads[index])
             result.append(None if total is None else total.to(tensor.device))
         end.gradients = self._of_parameters(totals)
-        owners = (*leaves.trained, *(parameter for parameter, _ in leaves.repeated))
-        rows = zip(owners, end.gradients, strict=True) if leaves.hooked else ()
+        rows = zip(leaves.owners, end.gradients, strict=True) if leaves.hooked else ()
         graded = {parameter for parameter, gradient in rows if gradient is not None}
         for parameter in leaves.hooked - graded:
             if gradient_hooks(parameter):
