@@ -344,11 +344,12 @@ class _Planner:
             call, traced = self._traced(model, call, kin, gradients=gradients)
             with torch.set_grad_enabled(gradients):
                 taken = self.joined(model, call, [each for each in kin if each.traced is traced])
-            if taken is not None:
-                return taken
-            loss = isinstance(model, ModelWithLoss)
-            batches = self.microbatches if loss or model is self.model else 1
-            dims = batch_dimensions(traced, call, loss=loss, say=self.say) if batches > 1 else None
+                if taken is not None:
+                    return taken
+                loss = isinstance(model, ModelWithLoss)
+                batches = self.microbatches if loss or model is self.model else 1
+                cut = batches > 1
+                dims = batch_dimensions(traced, call, loss=loss, say=self.say) if cut else None
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
@@ -357,7 +358,7 @@ class _Planner:
                 graph, placement, checkpoint = self._solved(
                     traced if shapes is None else sized(traced, shapes[0]),
                     *(homes, batches),
-                    partial(self._remembered, traced, cut=batches > 1 or loss),
+                    partial(self._remembered, traced, cut=cut or loss),
                 )
             except InfeasibleError as error:
                 raise with_text(error, f"{error}{largest_that_fits(call, kin)}") from None
@@ -462,7 +463,8 @@ class _Planner:
         with self._planning():
             call, traced = self._traced(model, call, (), gradients=gradients)
             if n > 1:
-                batch_dimensions(traced, call, loss=loss, say=self.say)
+                with torch.set_grad_enabled(gradients):
+                    batch_dimensions(traced, call, loss=loss, say=self.say)
             graph, placement, _ = self._solved(traced, {}, n, lambda _: None)
         if n == 1 or loss or not self.training:
             turns = len(placement.turns or segments_of(graph, placement))

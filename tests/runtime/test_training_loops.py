@@ -306,6 +306,23 @@ def test_fused_layers_are_measured_and_evaluated_between_steps(evaluated_first: 
     placed.unplace()
 
 
+@pytest.mark.parametrize("batches", [2, "auto"])
+def test_micro_batches_of_fused_layers_are_evaluated_between_steps(batches: int | str) -> None:
+    model, x = Attending(nested=False), torch.randn(4, 5, 16)
+    unsplit = copy.deepcopy(model).eval()
+    options: dict[str, Any] = {"costs": "estimate", "progress": False, "microbatches": batches}
+    placed = baechi.place(model, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, placer="random", **options)
+    placed.eval()
+    with torch.no_grad():
+        y = placed(x)
+        n = placed.placement.microbatches
+        assert torch.equal(y, torch.cat([unsplit(chunk) for chunk in x.chunk(n)]))
+        assert "other operators" not in str(placed.report())
+    placed.train()
+    placed.step(x, targets=x, loss=nn.functional.mse_loss)
+    placed.unplace()
+
+
 def test_an_operator_whose_parameters_were_put_apart_says_why_it_is_one() -> None:
     model, x = Attending(nested=True), torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
