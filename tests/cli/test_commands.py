@@ -21,6 +21,7 @@ from baechi import (
     Profile,
     Schedule,
     Tensor,
+    Topology,
 )
 from baechi.cli.commands import app
 from baechi.cli.console import load_model
@@ -334,6 +335,17 @@ def test_solve_and_simulate_under_constraints():
     run("simulate", "a.graph.json", "c.json", "p.json", "--constraints", "rules.json")
     text = run("simulate", "a.graph.json", "c.json", "p.json", "--pin", "op0=device0", code=2)
     assert "op 'op0' is on 'device2', but the constraints pin op 'op0' to 'device0'" in text
+
+
+@pytest.mark.usefixtures("files")
+def test_what_a_cluster_manager_says_is_free_is_a_cluster():
+    """A file that `baechi free` writes: nodes, and a link for each level."""
+    site = Topology.grid(1, 2, 2, 200, node_link=Link(10, 10**9), switch_link=Link(90, 10**8))
+    baechi.dump(site, "free.json")
+    run("solve", "a.graph.json", "free.json", "-o", "p.json")
+    assert baechi.load("p.json") == baechi.solve(GRAPH, site.cluster())
+    assert "one step takes" in run("simulate", "a.graph.json", "free.json", "p.json")
+    assert "node1/1" in run("report", "a.graph.json", "free.json", "p.json")
 
 
 def test_report_without_files_prints_text(files):

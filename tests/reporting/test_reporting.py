@@ -224,6 +224,7 @@ def test_the_text_says_what_matters():
     drawn = io.StringIO()
     Console(file=drawn, width=60).print(text_report(Plan(*PARTS)))
     assert max(map(len, drawn.getvalue().splitlines())) <= 60
+    assert "\N{HORIZONTAL ELLIPSIS}" not in drawn.getvalue(), "a number that is cut is another"
 
 
 def test_a_placement_that_does_not_fit_is_called_so():

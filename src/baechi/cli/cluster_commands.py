@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baechi.cli.console import say, show
+from baechi.cli.console import devices_in, say, show
 from baechi.errors import InputError, reason_of
-from baechi.records.cluster import Cluster, Topology
 from baechi.records.graph import OpGraph
 from baechi.storage.serialization import load
 
@@ -341,12 +340,7 @@ def serve(
     if cluster is None and (ledger is None or not ledger.exists()):
         which = "no cluster" if ledger is None else f"no ledger {ledger} yet, and no cluster"
         raise InputError(f"there is {which}; give a cluster file (`baechi probe` writes one).")
-    base = None if cluster is None else load(cluster)
-    if base is not None and not isinstance(base, Cluster | Topology):
-        raise InputError(
-            f"{cluster}: this file holds type {type(base).__name__}, but Cluster or Topology is "
-            "wanted."
-        )
+    base = None if cluster is None else devices_in(cluster)
     listener = listener_on(host, port)
     try:
         book = Ledger(base, ledger, sharing=sharing)

@@ -22,6 +22,7 @@ from baechi.cli.console import (
     GraphArgument,
     Group,
     OutOption,
+    cluster_in,
     import_file,
     say,
     show,
@@ -212,7 +213,7 @@ def solve(
         else:
             options = ("latency_us", "overhead_us", "gbytes_per_s")
             _refuse(ctx, options, f"the links are those of {cluster}.")
-            target = load(cluster, Cluster)
+            target = cluster_in(cluster)
     operators = load(graph, OpGraph)
     limits = _limits_of(constraints, max_devices, pin)
     placement = baechi.solve(
@@ -254,7 +255,7 @@ def simulate(
     """
     from baechi.problem.simulation import overflows
 
-    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    operators, target = load(graph, OpGraph), cluster_in(cluster)
     limits = _limits_of(constraints, max_devices, pin)
     schedule = baechi.simulate(operators, target, load(placement, Placement), limits)
     gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
@@ -299,7 +300,7 @@ def report(
     """
     from baechi.reporting import Plan, text_report, write_html, write_trace
 
-    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    operators, target = load(graph, OpGraph), cluster_in(cluster)
     decided = load(placement, Placement)
     if schedule is not None:
         times = load(schedule, Schedule)

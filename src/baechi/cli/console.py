@@ -16,7 +16,8 @@ from typer.core import TyperGroup
 
 import baechi
 from baechi.errors import BaechiError, InfeasibleError, InputError, described, reason_of
-from baechi.storage.serialization import dump
+from baechi.records.cluster import Cluster, Topology
+from baechi.storage.serialization import dump, load
 from baechi.traced.checkpoint_units import named_units
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes
@@ -103,6 +104,21 @@ def trace_model(
         units = named_units(traced, checkpoint)
         say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
     return traced
+
+
+def devices_in(path: Path) -> Cluster | Topology:
+    """The devices of a file that `probe` or `free` has written."""
+    found = load(path)
+    if not isinstance(found, Cluster | Topology):
+        kind = type(found).__name__
+        raise InputError(f"{path}: this file holds type {kind}, but Cluster or Topology is wanted.")
+    return found
+
+
+def cluster_in(path: Path) -> Cluster:
+    """The cluster of a file of devices."""
+    found = devices_in(path)
+    return found if isinstance(found, Cluster) else found.cluster()
 
 
 def write(value: object, out: Path | None) -> None:

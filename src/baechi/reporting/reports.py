@@ -70,6 +70,7 @@ def _text_table(title: str, header: list[str], rows: list[list[str]]) -> TextTab
     table.show_header = any(column.strip(">") for column in header)
     for column in header:
         table.add_column(column.removeprefix(">"), justify="right" if column[:1] == ">" else "left")
+        table.columns[-1].overflow = "fold"  # on a narrow terminal: a number that is cut is another
     for row in rows:
         table.add_row(*map(Text, row))  # names are not markup
     return table
