@@ -380,6 +380,9 @@ def what_one_rank_alone_would_see_is_refused(ranks: Ranks) -> None:
     placed(X)
     with pytest.raises(baechi.InputError, match="not metered"), placed.metered():
         pass
+    with pytest.raises(baechi.InputError, match=r"state_dict\(full=True\)"):
+        placed.save("part")
+    assert not Path("part").exists()
     writing = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     with pytest.raises(baechi.InputError, match="forward writes into an argument"):
         place(writing, ranks)(torch.randn(2, 4))

@@ -406,9 +406,12 @@ class PlacedModule(nn.Module):
             max_shard: The most bytes of a file, such as `"5GB"`; more make several, with an index.
 
         Raises:
-            InputError: The format has no such dtype, or the state is not tensors alone.
+            InputError: The format has no such dtype, the state is not tensors alone, or a rank has
+                a part of it.
             ExecutionError: Nothing was placed yet, so the weights are not there.
         """
+        if _state(self).ranks is not None:
+            raise InputError("a rank has a part of the model: save what state_dict(full=True) is.")
         save_weights(self, folder, max_shard)
 
     def unplace(self) -> Self:

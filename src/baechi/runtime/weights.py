@@ -278,10 +278,7 @@ def save_weights(model: nn.Module, folder: str | PathLike[str], max_shard: int |
     for tensor, (name, *_) in _by_tensor(model):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
-            raise ExecutionError(
-                f"{name!r} is on meta: call the placed model first. Of ranks it may be at another: "
-                "save what rank 0 has by state_dict(full=True)."
-            )
+            raise ExecutionError(f"{name!r} is on meta: call the placed model first.")
         if dtype not in codes or tensor.layout is not torch.strided:
             raise InputError(f"{name!r} is of {tensor.dtype}, which safetensors do not have.")
         tensors.append(tensor.detach())
