@@ -227,6 +227,7 @@ class Carrying(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         self.mode, self._ran = "regression", True  # settled by the first call: no state
+        self.input_device = x.device  # which accelerate's hooks keep
         x = x if random.random() < 1 else -x
         x, self.hidden = self.recurrent(self.inner(x)[None], self.hidden)
         self.loss = x.square().mean()

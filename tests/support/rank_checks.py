@@ -383,6 +383,7 @@ def what_one_rank_alone_would_see_is_refused(ranks: Ranks) -> None:
     with pytest.raises(baechi.InputError, match=r"state_dict\(full=True\)"):
         placed.save("part")
     assert not Path("part").exists()
+    assert hasattr(placed, "hf_device_map") == (ranks.device.type == "cuda")
     writing = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     with pytest.raises(baechi.InputError, match="forward writes into an argument"):
         place(writing, ranks)(torch.randn(2, 4))

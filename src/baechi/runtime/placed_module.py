@@ -238,7 +238,7 @@ class PlacedModule(nn.Module):
 
         By it they neither move nor wrap the model. On CPUs alone there is none.
         """
-        places = dict.fromkeys(_state(self).places)
+        places = dict.fromkeys(place for place in _state(self).places if place.type != "meta")
         if all(place.type == "cpu" for place in places):
             raise NotSpecializedError("a placement on CPUs has no hf_device_map.")
         return {

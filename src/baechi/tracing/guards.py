@@ -274,7 +274,7 @@ class Attributes:
         """The names of those that changed or have come since.
 
         Without those of torch's own layers, and without modes that a first call settles, such as
-        `problem_type` of transformers: strings, and private flags.
+        `problem_type` of transformers: strings, devices, and private flags.
         """
         rows = [
             (row.path, name, row.owner.get(name) if isinstance(row.owner, dict) else None)
@@ -291,7 +291,7 @@ class Attributes:
             f"{path}.{name}".lstrip(".")
             for path, name, value in rows
             if path not in layers
-            and not isinstance(value, str)
+            and not isinstance(value, str | torch.device)
             and not (isinstance(value, bool) and str(name).startswith("_"))
         }
         return sorted(named)
