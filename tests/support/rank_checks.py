@@ -422,6 +422,18 @@ def what_cannot_be_traced_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
         trace_of_all(ranks, trace)
 
 
+@check
+def ranks_with_different_models_or_examples_are_told_where(ranks: Ranks) -> None:
+    rows = 4 * (ranks.rank + 1)
+    for width, x, text in (
+        (rows, torch.ones(8, 2), r"row 1:\n.*float32\[4, 2\].*\n.*float32\[8, 2\]"),
+        (4, torch.ones(rows, 2), r"row 0:\n.*float32\[4, 2\].*\n.*float32\[8, 2\]"),
+    ):
+        with pytest.raises(baechi.InputError, match=f"(?s)between ranks 0 and 1.*{text}") as told:
+            place(nn.Sequential(nn.Linear(2, width), nn.ReLU()), ranks, example_args=(x,))
+        assert len(str(told.value)) < 800
+
+
 def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> None:
     """A step whose first operator of a name fails on the rank that runs it."""
     placed = place(Tied(), ranks, microbatches=4)

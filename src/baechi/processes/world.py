@@ -167,8 +167,11 @@ class Ranks:
         at, (one, two) = next(
             ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (0, ("?", "?"))
         )
+        begin = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
+        begin = max(begin - 50, 0)  # rows are long
+        one, two = (f"{row[:50]} ... {row[begin : begin + 150]} ..." for row in (one, two))
         raise InputError(
-            f"{what} differs between ranks 0 and {other}, first in row {at}: {one} and {two}. "
+            f"{what} differs between ranks 0 and {other}, first in row {at}:\n  {one}\n  {two}\n"
             "Every rank has to make the same model, in the same mode, and call it with arguments "
             "of the same shapes."
         )

@@ -206,7 +206,10 @@ def step_call(
     assert isinstance(module, ModelWithLoss)
     compares = module.loss is not None
     if compares and targets is None:
-        raise InputError("loss= compares the model's result with targets=..., which is missing.")
+        raise InputError(
+            "loss= compares the model's result with targets=..., which is missing. Where the model "
+            "returns its own loss, leave loss= out."
+        )
     also = {} if targets is None else {TARGETS: targets}  # without a loss the model's own
     given = canonical_call(module.model, args, kwargs if compares else {**kwargs, **also})
     positional, named = given.structure.fill(given.tensors)
