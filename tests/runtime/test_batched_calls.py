@@ -295,7 +295,7 @@ def test_what_micro_batches_cannot_be_is_said() -> None:
         placed(X[:6])
     with pytest.raises(InputError, match="number for each of the 4"):
         placed.step(X, targets=T, loss=criterion, weights=[1.0])
-    with pytest.raises(InputError, match="missing. Where the model returns its own loss"):
+    with pytest.raises(InputError, match="leave loss= out"):
         placed.step(X, loss=criterion)
     with pytest.raises(InputError, match="different numbers of samples: x has 8, targets has 16"):
         lazily(Tied(), microbatches=2, batch={"x": 0, "targets": 0}).step(

@@ -434,6 +434,18 @@ def ranks_with_different_models_or_examples_are_told_where(ranks: Ranks) -> None
         assert len(str(told.value)) < 800
 
 
+@check
+def ranks_with_batches_of_their_own_are_told(ranks: Ranks) -> None:
+    """As `DistributedSampler` makes them, of one shape. Then all go on."""
+    placed = place(Tied(), ranks, microbatches=2, example_args=(X,))
+    apart = "ranks 0 and 1 were given different batches"
+    with pytest.raises(baechi.InputError, match=apart):
+        placed.step(X, targets=(T + ranks.rank) % 7, loss=criterion)
+    placed.step(X, targets=T, loss=criterion)
+    with pytest.raises(baechi.InputError, match=apart), torch.no_grad():
+        placed.eval()((X + ranks.rank) % 11)
+
+
 def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> None:
     """A step whose first operator of a name fails on the rank that runs it."""
     placed = place(Tied(), ranks, microbatches=4)

@@ -5,7 +5,7 @@ Where there are none, a process agrees with itself.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from baechi.records.instructions import Program
 from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement
 from baechi.storage.serialization import dumps, loads
+from baechi.torch_support.storages import bytes_of
 from baechi.traced.traced_model import Traced
 
 _T = TypeVar("_T")
@@ -84,6 +85,22 @@ def compare_programs(ranks: Ranks, program: Program, step_ns: int) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     ranks.compare("the program", digest, text.splitlines)
     ranks.step_ns = max(ranks.step_ns, step_ns)
+
+
+def compare_batches(ranks: Ranks, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise an error unless the ranks of a replica were given the same values."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        dense = tensor.detach().resolve_conj().resolve_neg().to("cpu").to_dense()
+        digest.update(bytes_of(dense.contiguous().view(-1)))
+    first, *others = ranks.told("a batch", digest.hexdigest())
+    other = next((ranks.first + i for i, row in enumerate(others, 1) if row != first), None)
+    if other is not None:
+        raise InputError(
+            f"ranks {ranks.first} and {other} were given different batches. The ranks of a replica "
+            "run parts of one model, so each is given the same whole batch: take no part of the "
+            "data by rank (DistributedSampler), and shuffle with one seed."
+        )
 
 
 def without_parameters(ranks: Ranks, homes: Mapping[torch.Tensor, int]) -> str:

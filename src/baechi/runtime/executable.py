@@ -13,6 +13,7 @@ from torch import fx
 from baechi.errors import ExecutionError, InputError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
+from baechi.processes.agreement import compare_batches
 from baechi.processes.world import Ranks
 from baechi.program.compilation import Turns, compile_program, instant_ops
 from baechi.program.race_proof import check_program
@@ -105,6 +106,7 @@ class Executable:
         self.admission: Admission | None = None
         self.unsplit_on: torch.device | None = None
         self.wants_gradients = True
+        self._compared = False
         self.rhythm: Rhythm | None = None
         self.measured: Measurement | None = None
         self.note = self.comparison = ""
@@ -400,6 +402,9 @@ class Executable:
     @contextmanager
     def _executing(self, call: Call, meter: Meter | None) -> Iterator[Executor]:
         """What runs such calls: in the first step of a compiled mode, the block, one thread."""
+        if self.ranks is not None and not self._compared:
+            compare_batches(self.ranks, call.tensors)
+            self._compared = True
         executor, modes = self._executor if meter is None else self._counted, self._modes
         if modes is None or meter is not None or (mode := self._mode(call)) in modes:
             yield executor
