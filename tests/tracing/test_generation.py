@@ -125,7 +125,6 @@ def test_a_sliding_window_has_three_plans(length: int, training: bool) -> None:
     module.unplace()
 
 
-@pytest.mark.slow
 def test_measured_costs_and_measured_steps_leave_the_cache_alone(ids: torch.Tensor) -> None:
     model = model_of("gpt2")
     options = GREEDY | {"cache_implementation": "static"}

@@ -230,6 +230,11 @@ class Executable:
         with torch.no_grad():
             return plain(*args, **kwargs)
 
+    @property
+    def is_inference(self) -> bool:
+        """True if calls with gradients are refused, as of a cache that forward writes into."""
+        return bool(self._gradient_guard.rewritten)
+
     def holds(self) -> bool:
         """True if the model's attributes are those for which this runs; its own Python reads them.
 

@@ -155,7 +155,7 @@ class GradientGuard:
         results = module.graph_module.graph.output_node().all_input_nodes
         made = [n for n in results if n in facts and n.op not in ("placeholder", "get_attr")]
         seen = {v.storage for n in made for v in facts[n].values if v.requires_grad} - written
-        self._rewritten = _arguments_in(wrote, module)
+        self.rewritten = _arguments_in(wrote, module)
         self._viewed = _arguments_in(seen, module)
 
     def check(self, calls: Sequence[Call]) -> None:
@@ -167,9 +167,9 @@ class GradientGuard:
                 "with gradients passes none on. Call the model under torch.no_grad(), or the "
                 "unsplit one."
             )
-        if self._rewritten:
+        if self.rewritten:
             raise ExecutionError(
-                f"forward writes into its argument {calls[0].names[self._rewritten[0]]!r} in place "
+                f"forward writes into its argument {calls[0].names[self.rewritten[0]]!r} in place "
                 "and needs the gradient of what it writes: outside of the model there is no graph "
                 "of the new values. Let forward write into a copy (x = x.clone())."
             )

@@ -198,7 +198,8 @@ class _Steps:
                 outputs.extend(tensors_in(self.executable([call] * n, meter)))
 
         mode = self.executable.module.gradients
-        with torch.set_grad_enabled(torch.is_grad_enabled() if mode is None else mode):
+        either = torch.is_grad_enabled() and not self.executable.is_inference
+        with torch.set_grad_enabled(either if mode is None else mode):
             forward_ns = reading(forward)
         if not self.executable.training:
             return forward_ns
