@@ -13,13 +13,14 @@ import torch
 import zoo
 from fake_cuda import Gpu, sanitized
 from placed import cpus, lazily, made_up_profile, one_thread, same
+from scripts import tiny_llama
 from seeds import some
 from tied import Tied
 from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
-from baechi.errors import ExecutionError, InfeasibleError, InputError
+from baechi.errors import ExecutionError, InfeasibleError, InputError, TraceError
 from baechi.runtime.autograd.binding import bind
 from baechi.runtime.batched_calls import Microbatches, ModelWithLoss, train
 from baechi.runtime.executable import Executable
@@ -252,6 +253,51 @@ def test_an_example_with_its_own_loss_plans_a_step(n: int | str) -> None:
     if number > 1:
         with pytest.raises(InputError, match=r"its own loss.*placed\.step"):
             placed(**kwargs)
+
+
+def test_micro_batches_may_differ_in_what_their_masks_mask() -> None:
+    """Forward drops a mask that masks nothing, which one part's says of no other part's."""
+    plain, model = (tiny_llama(attn_implementation="sdpa") for _ in range(2))
+    placed = lazily(model, microbatches=2, placer=baechi.RandomPlacer(1))
+    ids = torch.arange(3, 27).view(4, 6)
+    with one_thread():
+        for padding in ([0, 0, 0, 0], [0, 0, 2, 1], [0, 1, 0, 0]):
+            mask = (torch.arange(6) >= torch.tensor(padding)[:, None]).long()
+            call = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+            rows = [{name: tensor[i : i + 2] for name, tensor in call.items()} for i in (0, 2)]
+            plain.zero_grad()
+            placed.zero_grad()
+            losses = [0.5 * plain(**row).loss for row in rows]
+            losses[0].backward()
+            losses[1].backward()
+            wanted, found = left_by(plain, sum(losses)), left_by(placed, placed.step(**call))
+            kernels = {"rtol": 1e-5, "atol": 1e-7} if any(padding) else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(found, wanted, **kernels)
+            with torch.no_grad():
+                logits = torch.cat([plain(**row).logits for row in rows])
+                del call["labels"]
+                torch.testing.assert_close(placed(**call).logits, logits, **kernels)
+    placed.unplace()
+
+
+class UpToTheLast(nn.Module):
+    """Sums rows up to the last one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        return self.two(self.one(x)[:, : int(length.max())].sum(1))
+
+
+def test_micro_batches_that_must_differ_in_what_forward_reads_are_refused() -> None:
+    placed = lazily(UpToTheLast(), microbatches=2)
+    x = torch.ones(4, 3, 2)
+    assert placed(x, torch.tensor([1, 2, 2, 1])).shape == (4, 2)
+    with pytest.raises(TraceError, match="Micro-batches differ in what forward asks"):
+        placed(x, torch.tensor([1, 2, 3, 1]))
+    placed.unplace()
 
 
 def test_a_call_gives_the_caller_what_the_model_would() -> None:

@@ -298,7 +298,7 @@ class PlacedState:
                     call = canonical_call(entry.module, args, kwargs)
                     cut = entry is self.root and self.microbatches.n != 1
                     calls = self.cut(entry.module, call) if cut else [call]
-                    special = self.special(entry, calls[0])
+                    special, calls = self._for_all(entry, calls)
                     if in_flight and self.meter is None and special.overlaps(call):
                         if special is not self._streaming:  # the same devices, other workers
                             self.drain()
@@ -377,7 +377,8 @@ class PlacedState:
             entry = self._step_entry(loss)
             calls = self.cut(entry.module, step_call(entry.module, args, kwargs, targets))
             rows = self.microbatches.weights(weights)
-            return train(self.special(entry, calls[0]), calls, rows, self.meter)
+            special, calls = self._for_all(entry, calls)
+            return train(special, calls, rows, self.meter)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Plan for an example: a call, or a step where it returns its own loss and is to be cut."""
@@ -426,6 +427,18 @@ class PlacedState:
             special.renew(self._moves)
         self.latest = special
         return special
+
+    def _for_all(self, entry: Entry, calls: list[Call]) -> tuple[Executable, list[Call]]:
+        """The specialization for micro-batches, and these as it takes them.
+
+        Where they differ in what forward asks for, as whether a mask masks anything, their trace is
+        one in which it cannot ask.
+        """
+        special = self.special(entry, calls[0])
+        if not all(map(special.asks_the_same, calls[1:])):
+            calls = [replace(call, telling=False) for call in calls]
+            special = self.special(entry, calls[0])
+        return special, calls
 
     def _make(self, entry: Entry, call: Call) -> Executable:
         if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):

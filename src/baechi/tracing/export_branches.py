@@ -314,7 +314,7 @@ class KnownValues(FunctionMode):
 
     def give(self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]) -> None:
         """Know the numbers and flags among a tracer's arguments by those of an example."""
-        for index, (row, value) in enumerate(zip(tensors, examples, strict=True)):
+        for index, (row, value) in enumerate(zip(tensors, examples, strict=bool(examples))):
             if _is_knowable(row) and not value.is_meta and value.layout is torch.strided:
                 with untraced():  # a copy: the trace is not to see the example itself
                     known = value.cpu().clone()
