@@ -618,6 +618,31 @@ def test_a_call_that_fails_does_not_end_the_family() -> None:
     module.unplace()
 
 
+class Pooled(nn.Module):
+    """Returns a length, which may be no symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        length = x.shape[0]
+        if type(length) is not int:
+            raise TypeError("no length")
+        return {"x": self.inner(x).sum(0) / length, "length": length}
+
+
+def test_a_trace_that_failed_leaves_no_symbols_to_the_next() -> None:
+    model = Pooled()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for length in (3, 5, 2):
+        x = torch.randn(length, 4)
+        check_equal(step(module, x), step(unsplit, x))
+        assert not any("dynamo" in name for name in vars(x))
+    module.unplace()
+
+
 class Fixing(nn.Module):
     """Fixes the length of one argument, and not of the other."""
 

@@ -223,7 +223,7 @@ def trace(
         call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
         if places:
             call = call.with_numbers(numbers_among(places))
-            call = replace(call, tensors=tuple(map(_no_view, call.tensors)))
+            call = replace(call, tensors=tuple(map(_alias, call.tensors)))
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         if places:
@@ -362,13 +362,18 @@ def _copied(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(found[id(tensor)] for tensor in tensors)
 
 
-def _no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own: of a view a tracer has symbols for the base."""
-    if not tensor._is_view() or tensor.requires_grad:
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of its own.
+
+    Of a view a tracer has symbols for the base. And an export that fails leaves its marks of what
+    is symbolic on the tensors, by which a later one of these would have symbols, too.
+    """
+    if tensor.layout is not torch.strided:
         return tensor
     found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     memory = tensor.untyped_storage()
-    return found.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    found.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _lowered(
