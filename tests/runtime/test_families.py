@@ -480,6 +480,13 @@ class Unusual(nn.Module):
                 x[:, None, None], size=(3, 7), mode="nearest"
             ),
             "inner graph": lambda: x + centred(x),
+            "whole": lambda: (
+                x[: len(x), :].exp()
+                + torch.arange(len(x))[: len(x), None]
+                .expand(-1, 4)[: x.shape[0], :]
+                .unsqueeze(0)[0]
+                + x[: x.shape[0]][-len(x) :]
+            ),
             "length": lambda: x * len(x) + torch.arange(len(x))[:, None],
             "one head": lambda: x.view(-1, 1, 1, 4).transpose(1, 2).mul(2) + 1,
             "baddbmm": lambda: torch.baddbmm(x[:, None, :1], x[:, :, None], x[:, None], beta=0.5),
@@ -505,7 +512,7 @@ PARTS = ["truth value", "distribution", "image", "images of a size", "inner grap
 
 
 PARTS += ["one head", "baddbmm", "scatter", "triangular", "selection", "patches", "recurrent"]
-PARTS += ["cell", "long cell", "steps", "projected", "pooled map"]
+PARTS += ["whole", "cell", "long cell", "steps", "projected", "pooled map"]
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

@@ -12,7 +12,7 @@ from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import node_arguments, nodes_inside, target_name
+from baechi.tracing.fx_nodes import END, node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
 from baechi.tracing.partition import Partition, attribute, living
 
@@ -105,19 +105,20 @@ def _is_equal(
 
 
 def _program(
-    module: fx.GraphModule, facts: Facts, given: int, exact: bool
+    module: fx.GraphModule, facts: Facts, inputs: int, exact: bool
 ) -> list[tuple[Any, ...]]:
     """Every node that yields or does more than a number, with its arguments and effects.
 
     Of the arguments the first that are given; the others carry numbers. Strides do not count:
     operators choose them when they run, and with symbols torch may take another memory format for
-    a pooled map of 1 x 1. What follows from them counts: other operators, or other storages.
+    a pooled map of 1 x 1. What follows from them counts: other operators, or other storages. A
+    slice of all is an alias, and one without a gradient is what it is of.
 
     Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
     what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
     it node by node; and strides where there is a gradient.
     """
-    carriers = module.graph.find_nodes(op="placeholder")[given:]
+    carriers = module.graph.find_nodes(op="placeholder")[inputs:]
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
@@ -137,7 +138,12 @@ def _program(
         number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
-        arguments = fx.node.map_arg(_arguments(node, facts), show)
+        is_alias = _is_alias(node, facts)
+        if is_alias and not fact.values[0].requires_grad:
+            names[node] = show(node.args[0])
+            continue
+        given = node.args[:1] if is_alias else _arguments(node, facts)
+        arguments = fx.node.map_arg(given, show)
         values = tuple(
             (
                 *(storages.setdefault(value.storage, len(storages)), value.shape, value.dtype),
@@ -146,25 +152,34 @@ def _program(
             for value in fact.values
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
-        target = "" if node.op == "placeholder" else target_name(node)
+        target = "" if node.op == "placeholder" or is_alias else target_name(node)
         if exact and (node.op == "get_attr" or isinstance(node.target, FunctionType)):
             target = _held(module, node)
         graphs = [inner for inner in nodes_inside(node) if isinstance(inner.target, OpOverload)]
         names_inside = map(target_name, graphs)
         inside = [name for name in names_inside if not name.startswith("aten.sym_")]
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
-        names[node] = f"%{len(names)}"
+        names[node] = f"%{len(rows)}"
     return rows
 
 
+def _is_alias(node: fx.Node, facts: Facts) -> bool:
+    """True of `x[:len(x)]`, which torch takes for an alias or for nothing if it knows the sizes."""
+    if node.target is torch.ops.aten.slice.Tensor:
+        (before,), (value,) = (facts.nodes[n].values for n in (node.all_input_nodes[0], node))
+        return before.shape == value.shape
+    return node.target is torch.ops.aten.alias.default
+
+
 def _arguments(node: fx.Node, facts: Facts) -> Any:
-    """The arguments of a node; `x[:n]` begins at 0, or has no beginning.
+    """The arguments of a node; `x[:n]` begins at 0, or has no beginning, and `x[n:]` no end.
 
     A graph that it runs gets, of symbolic sizes, some by name.
     """
     if node.target is torch.ops.aten.slice.Tensor:
         given = node_arguments(node)
-        return {**given, "start": given["start"] or 0}
+        end = END if given["end"] is None else given["end"]
+        return {**given, "start": given["start"] or 0, "end": end}
     if isinstance(node.target, HigherOrderOperator):
         return [
             arg

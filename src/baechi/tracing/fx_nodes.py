@@ -187,7 +187,7 @@ def _is_view(node: fx.Node) -> bool:
     return bool(returns and returns[0].alias_info is not None and node.all_input_nodes)
 
 
-_END: Final = sys.maxsize  # of a slice without one
+END: Final = sys.maxsize  # of a slice without one
 _ATEN: Final = torch.ops.aten
 _INDEXING: Final = frozenset(
     {_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.unsqueeze.default, _ATEN.index.Tensor}
@@ -203,7 +203,7 @@ def without_whole_slices(module: fx.GraphModule) -> fx.GraphModule:
     for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
         for node in part.graph.find_nodes(op="call_function", target=_ATEN.slice.Tensor):
             given = node_arguments(node)
-            if given["start"] not in (0, None) or given["end"] != _END or given["step"] != 1:
+            if given["start"] not in (0, None) or given["end"] != END or given["step"] != 1:
                 continue
             source = node.args[0]
             if any(_of_one_index(node, user) for user in node.users) or _of_one_index(source, node):
