@@ -300,6 +300,46 @@ def test_micro_batches_that_must_differ_in_what_forward_reads_are_refused() -> N
     placed.unplace()
 
 
+class Choosing(nn.Module):
+    """Looks at values, so that it stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.inner(x[row]).sum() for row in range(int(x[:, 0].argmax()))), x)
+
+
+class WithAPart(nn.Module):
+    """Returns its own loss, as the mixtures of experts of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.part, self.two = nn.Linear(2, 2), Choosing(), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.two(self.part(self.one(x)))[..., 1:]
+        return {"loss": functional.cross_entropy(y, labels), "y": y[..., None]}
+
+
+def test_a_step_of_a_model_with_a_part_that_stays_whole() -> None:
+    plain, model = WithAPart(), WithAPart()
+    placed = lazily(model, microbatches=2)
+    x, labels = torch.randn(8, 2), torch.arange(8) % 3
+    with one_thread():
+        losses = [
+            0.5 * plain(c, t)["loss"] for c, t in zip(x.chunk(2), labels.chunk(2), strict=True)
+        ]
+        losses[0].backward()
+        losses[1].backward()
+        found = left_by(placed, placed.step(x, labels=labels))
+        assert differing(found, left_by(plain, sum(losses))) == []
+    assert "module granularity" in placed.traced.rung
+    placed.unplace()
+
+
 def test_a_call_gives_the_caller_what_the_model_would() -> None:
     """Gradients of the batch, nested outputs, and no graph where none is wanted."""
 

@@ -187,7 +187,7 @@ class ModelWithLoss(nn.Module):
         first = result[0] if isinstance(result, tuple | list) and result else result
         found = result.get("loss") if isinstance(result, Mapping) else first
         found = getattr(result, "loss", found)
-        if not isinstance(found, torch.Tensor):
+        if not hasattr(found, "backward"):  # which fx can tell of what it traces, too
             raise TypeError(
                 f"{type(self.model).__name__} returns a {type(result).__name__} without a loss; "
                 "give it labels, or step(..., targets=..., loss=...)"

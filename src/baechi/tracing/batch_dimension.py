@@ -188,7 +188,8 @@ class _Rows:
         if given and node.target is not operator.getitem:
             self._check(node)
         elif given and not self._is_item(node):
-            self._check_index(node, node.args[0], _listed(node.args[1]))
+            indices = [index for index in _listed(node.args[1]) if index is not None]
+            self._check_index(node, node.args[0], indices)
         dims = self._dims[node]
         if origins:
             self._tainted[node] = origins[0]
@@ -267,6 +268,9 @@ class _Rows:
         (dim, *_) = self._dims[source]
         place = 0
         for index in indices:
+            if index is Ellipsis:
+                place += len(_shapes(source, self._one.facts)[0]) - len(indices) + 1
+                continue
             if index is None or isinstance(index, slice | int):
                 place += 1
                 continue
