@@ -45,6 +45,7 @@ def test_dimensions_of_outputs_follow_the_samples() -> None:
     found = dimensions(lambda _, h: {"a": h.t(), "b": (h[:, None] * torch.ones(2, 4), 7)})
     assert found.outputs[:2] == (1, 0)
     assert found.remarks == ()
+    assert dimensions(lambda _, h: h.unfold(-1, 2, 1)).outputs == (0,)
 
 
 def test_one_sample_is_told_apart_from_any_number() -> None:
@@ -70,6 +71,7 @@ def test_batch_norm_is_remarked_and_evaluation_is_not() -> None:
         (lambda _, h: h.softmax(0), "softmax.*along the dimension of the batch"),
         (lambda _, h: h.cumsum(0), "cumsum.*along the dimension of the batch"),
         (lambda _, h: h.sort(dim=0).values, "sort.*along the dimension"),
+        (lambda _, h: h.unfold(0, 2, 1), "unfold.*mixes the samples"),
         (lambda _, h: h.flip(0), "flip.*along the dimension"),
         (lambda _, h: torch.cat([h, h]), "cat.*along the dimension"),
         (lambda _, h: h - h.mean(0), "mean.*mixes the samples.*sub.*for every sample"),

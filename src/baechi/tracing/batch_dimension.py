@@ -244,7 +244,8 @@ class _Rows:
         rank = len(_shapes(source, self._one.facts)[0])
         given = node_arguments(node)
         if name in _ALONG:
-            along = given.get("dim", given.get("dims", -1 if name in ("topk", "sort") else 0))
+            names = [each for each in ("dim", "dims", "dimension") if each in given]
+            along = given[names[0]] if names else -1 if name in ("topk", "sort") else 0
             if dim in [each % rank for each in _listed(along) if isinstance(each, int)]:
                 self._refuse(node, "it couples the samples, along the dimension of the batch")
         elif name in _RECURRENT:
