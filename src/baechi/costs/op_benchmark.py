@@ -105,7 +105,8 @@ class Bench:
 
     # Made when something is measured, because they measure themselves first.
     @cached_property
-    def _timer(self) -> CpuTimer | CudaTimer:
+    def timer(self) -> CpuTimer | CudaTimer:
+        """What times runs there."""
         return CudaTimer(self.place, self.lanes) if self.place.type == "cuda" else CpuTimer()
 
     @cached_property
@@ -119,7 +120,7 @@ class Bench:
         seed = torch.ones((), device=self.place)
         # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
         run = partial(torch.autograd.grad, [leaf], [leaf], [seed])
-        return self._timer.time([lambda n: [run] * n])[0]
+        return self.timer.time([lambda n: [run] * n])[0]
 
     @cached_property
     def _lock_ns(self) -> int:
@@ -129,7 +130,7 @@ class Bench:
         without it.
         """
         one = torch.ones((), device=self.place)
-        (reading,) = self._timer.time([lambda n: [partial(torch.neg, one)] * n])
+        (reading,) = self.timer.time([lambda n: [partial(torch.neg, one)] * n])
         return reading.ns if self.place.type == "cpu" else 0
 
     def check_settings(self) -> None:
@@ -193,7 +194,7 @@ class Bench:
             kinds += [partial(Alone.backward_runs, fresh=True)] if alone.fresh else []
             ways = [_in_turn([partial(kind, lane) for lane in lanes]) for kind in kinds]
             ways = [way for way in ways if way(1)]
-            readings = self._timer.time(ways, single=alone.single)
+            readings = self.timer.time(ways, single=alone.single)
         forward, backward, fresh = [*readings, Reading(0), Reading(0)][:3]
         backward_ns = backward.ns
         if len(ways) == 3:
@@ -229,7 +230,7 @@ class Bench:
                     evict([other])
                 return [run] * n
 
-            (reading,) = self._timer.time([prepare], single=evict is not None)
+            (reading,) = self.timer.time([prepare], single=evict is not None)
         return Measured(
             reading.ns,
             forward_spread_ns=reading.ns if reading.held_up else 0,

@@ -24,6 +24,7 @@ from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.timers import NO_GRAPH, Clock
+from baechi.costs.whole_step import LONGEST_NS, WholeStep, together
 from baechi.errors import InputError
 from baechi.records.cluster import lane_kind
 from baechi.records.op_costs import OpCost, Profile
@@ -46,6 +47,7 @@ _PASSES: Final = 2
 # take longer, since a disturbance may be longer than all of their passes.
 _MORE_SHARE: Final = 0.5
 _MORE_NS: Final = 300_000_000
+Job = int | Addition | WholeStep  # an operator is its index
 _SHARED: Final = "another process used the GPU meanwhile"  # a remark
 _UNCERTAIN: Final = (
     f"uncertain: its times vary by more than {_TOLERANCE:.0%}, or something else held it up"
@@ -104,15 +106,20 @@ def profile(
         if cache is not False:
             store = stack.enter_context(ProfileStore(None if cache is True else cache))
         jobs = _jobs(traced, accumulates=microbatches > 1)
+        wholes = _wholes(traced, place) if lanes == 1 else []
+        jobs |= {whole.key: whole for whole in wholes}
         measured = _measured(jobs, Bench(traced, place, count, lanes), store, progress)
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     rows = _rows(traced, measured, microbatches)
+    alone = rows if microbatches == 1 else _rows(traced, measured, 1)
+    found = {whole.gradients: measured[whole.key] for whole in wholes}
+    rows = together(rows, alone, *(found.get(way, Measured(0)) for way in (True, False)))
     kind = lane_kind(device_kind(place), lanes)
     return Profile(traced.digest, kind, rows, "measured", environment)
 
 
 def _measured(
-    jobs: dict[str, int | Addition], bench: Bench, store: ProfileStore | None, progress: bool
+    jobs: dict[str, Job], bench: Bench, store: ProfileStore | None, progress: bool
 ) -> dict[str, Measured]:
     """The cost of every distinct job by its key: from the store, else measured and stored."""
     costs: dict[str, Measured] = {}
@@ -123,7 +130,12 @@ def _measured(
     def measure(key: str, before: Measured | None) -> Measured:
         bench.check_settings()
         job = jobs[key]
-        found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
+        if not isinstance(job, WholeStep):
+            found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
+        else:
+            alone = _rows(bench.traced, costs, 1)
+            short = sum(row.forward_ns + row.backward_ns for row in alone) <= LONGEST_NS
+            found = job.measured(bench.timer) if short else Measured(0)
         cost = with_pass(before, found)
         if _SHARED not in cost.remark and processes_on(bench.place) > 1:
             cost = replace(cost, remark="; ".join(filter(None, (cost.remark, _SHARED))))
@@ -156,9 +168,9 @@ def _measured(
     return costs
 
 
-def _jobs(traced: Traced, *, accumulates: bool) -> dict[str, int | Addition]:
+def _jobs(traced: Traced, *, accumulates: bool) -> dict[str, Job]:
     """Distinct operators, then additions, by key."""
-    jobs: dict[str, int | Addition] = {}
+    jobs: dict[str, Job] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
@@ -166,6 +178,13 @@ def _jobs(traced: Traced, *, accumulates: bool) -> dict[str, int | Addition]:
     additions = [addition for row in _additions(traced) for addition in row]
     additions += filter(None, _accumulations(traced)) if accumulates else []
     return jobs | {addition.key: addition for addition in additions}
+
+
+def _wholes(traced: Traced, place: torch.device) -> list[WholeStep]:
+    """The model's own steps, with and without gradients, where they can run."""
+    mode = traced.module.gradients
+    rows = [WholeStep(traced, gradients=way) for way in (True, False) if mode in (None, way)]
+    return [row for row in rows if row.runs_on(place)]
 
 
 def _tracked(keys: list[str], title: str, progress: bool) -> Iterator[str]:

@@ -198,7 +198,7 @@ class CudaTimer:
         if self._makes_the_host_wait(prepare(1)):
             ns = median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0)
             return Reading(ns, launch_ns=ns)
-        launches = [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
+        launches = self.launched(prepare)
         least_ns, launch_ns = min(launches), max(launches)
         several = prepare
         if self._lanes:
@@ -232,6 +232,10 @@ class CudaTimer:
             readings = self._queued(calls, launch_ns * repeats)
         ns = median_ns(readings, repeats, self._pair_ns / repeats)
         return Reading(ns, launch_ns=least_ns, remark=remark)
+
+    def launched(self, prepare: Preparation) -> list[int]:
+        """For how long the host is busy with a run, of a few, with the device idle before each."""
+        return [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
 
     def _abreast(self, prepare: Preparation, n: int, *, joined: bool) -> list[Run]:
         """So many runs on every lane: each side by side, or one lane's all in a row."""

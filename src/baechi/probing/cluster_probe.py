@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Final, final
@@ -29,6 +28,7 @@ from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
     blas_bytes,
     device_kind,
+    free_host_bytes,
     hardware,
     is_allocator_native,
     torch_device,
@@ -245,11 +245,7 @@ def free_bytes(place: torch.device, sharing: int) -> int:
     if place.type == "cuda":
         left = int((1 - RESERVED_SHARE) * (_free_gpu_bytes(place) // sharing))
         return max(left - sum(lane_bytes(place)), 0)
-    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // sharing
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+    return free_host_bytes() // sharing
 
 
 def lane_bytes(gpu: torch.device) -> tuple[int, int]:

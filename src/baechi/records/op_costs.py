@@ -31,6 +31,7 @@ class OpCost:
             choose another kernel. `None`: not known.
         forward_launch_ns: Time that the launching host is busy with its forward.
         backward_launch_ns: The same of its backward.
+        inference_ns: Time of a forward without gradients; `None`: as long as the other.
     """
 
     forward_ns: int
@@ -47,6 +48,7 @@ class OpCost:
     backward_reused_bytes: int = 0
     forward_launch_ns: int = 0
     backward_launch_ns: int = 0
+    inference_ns: int | None = None
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:

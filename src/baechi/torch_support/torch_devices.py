@@ -1,6 +1,7 @@
 """Logical devices as torch devices, and what hardware is behind them."""
 
 import ctypes
+import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -137,6 +138,15 @@ def cache_bytes(device: torch.device) -> int:
         with suppress(OSError, InputError):
             sizes.append(parse_bytes(path.read_text().strip() + "iB"))  # such as 32768K
     return max(sizes, default=_USUAL_CACHE_BYTES)
+
+
+def free_host_bytes() -> int:
+    """Memory of the host that a process could get now."""
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_allocator_native() -> bool:

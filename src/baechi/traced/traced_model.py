@@ -206,10 +206,13 @@ def op_times(
 ) -> tuple[int, ...]:
     """The time of every op of a structure, or of its launch, from the costs of the traced ones."""
     forward, backward = attrgetter(f"forward_{what}"), attrgetter(f"backward_{what}")
+    without_gradients = what == "ns" and not structure.is_training
 
     def time_ns(index: int, op: Op) -> int:
         if op.phase == "backward":
             return int(backward(costs[op.forward[0]]))
+        if without_gradients and (ns := costs[index].inference_ns) is not None:
+            return ns
         again = (index,) if op.phase == "forward" else op.forward  # a loss takes none
         return sum(forward(costs[own]) for own in again)
 

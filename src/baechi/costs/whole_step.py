@@ -1,0 +1,161 @@
+"""The model's own step: what its operators, each measured alone, take one after the other.
+
+    alone   |a a a a a|  |b b b b b|    code and data in the nearest caches, nothing in between
+    whole   a . b . c ...               the model's Python (.), each operator after others
+
+docs/cost-model.md, "Where the numbers come from", has what becomes of the difference.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final, final
+
+import torch
+
+from baechi.costs.profile_cache import Measured
+from baechi.costs.timers import CpuTimer, CudaTimer, Reading, Run
+from baechi.records.op_costs import OpCost
+from baechi.torch_support.graph_capture import no_collections
+from baechi.torch_support.torch_devices import free_host_bytes
+from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import inside
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.observers import without_observers
+from baechi.tracing.pytrees import tensors_in
+from baechi.tracing.side_effects import buffers_kept, gradients_kept, notes_kept
+
+# Longer steps are of longer operators, for which the difference is small.
+LONGEST_NS: Final = 1_000_000_000
+
+
+@final
+class WholeStep:
+    """A traced model's own forward and backward on its example, of which nothing stays.
+
+    Args:
+        gradients: Whether forward is that of training, with its backward.
+
+    Attributes:
+        gradients: As given.
+        key: The same of models whose operators are the same.
+    """
+
+    def __init__(self, traced: Traced, *, gradients: bool) -> None:
+        module: TracedModule = traced.module
+        self.key = f"{'step' if gradients else 'forward'} of {traced.digest}"
+        self._model, self._call = module.model, module.call
+        self.gradients = gradients
+        rows = traced.tensors
+        self._most_bytes = sum(row.nbytes for row in rows) * (1 + gradients)
+        self._most_bytes += gradients * sum(op.trained_bytes for op in traced.ops)
+
+    def runs_on(self, place: torch.device) -> bool:
+        """True if all of it is there, and the rest of a step fits there, too."""
+        tensors = [*self._model.parameters(), *self._model.buffers(), *self._call.tensors]
+        here = all(tensor.device == place for tensor in tensors)
+        return here and (place.type != "cpu" or self._most_bytes < free_host_bytes())
+
+    def measured(self, timer: CpuTimer | CudaTimer) -> Measured:
+        """One pass: on a CPU its times, on a GPU for how long it keeps the host; 0 if it fails."""
+        try:
+            with self._kept():
+                kinds = [self._forwards, self._backwards] if self.gradients else [self._forwards]
+                kinds = [kind for kind in kinds if kind(1)]
+                if isinstance(timer, CudaTimer):
+                    readings = [Reading(0, launch_ns=min(timer.launched(kind))) for kind in kinds]
+                else:
+                    readings = list(timer.time(kinds, single=True))
+        except Exception:  # whatever the model's own Python raises
+            readings = []
+        forward, backward = [*readings, Reading(0), Reading(0)][:2]
+        return Measured(
+            forward.ns,
+            backward.ns,
+            forward_spread_ns=forward.ns if forward.held_up else 0,
+            backward_spread_ns=backward.ns if backward.held_up else 0,
+            forward_launch_ns=forward.launch_ns,
+            backward_launch_ns=backward.launch_ns,
+        )
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        model = self._model
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        with contextlib.ExitStack() as stack:
+            for keeping in (notes_kept, gradients_kept, buffers_kept, without_observers):
+                stack.enter_context(keeping(model))
+            stack.enter_context(inside())
+            stack.enter_context(no_collections())
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, value in buffers:
+                        buffer.copy_(value)
+
+    def _forwards(self, n: int) -> Sequence[Run]:
+        torch.set_grad_enabled(self.gradients)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        return [self._forward() for _ in range(n)]
+
+    def _forward(self) -> Run:
+        inputs = [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad and self.gradients)
+            for tensor in self._call.tensors
+        ]
+        args, kwargs = self._call.structure.fill(inputs)
+        return partial(type(self._model).__call__, self._model, *args, **kwargs)
+
+    def _backwards(self, n: int) -> Sequence[Run]:
+        rows: list[Any] = []
+        for run in self._forwards(n):
+            outputs = tensors_in(run())
+            roots = list({id(t): t for t in outputs if t.requires_grad}.values())
+            roots = next(([root] for root in roots if root.dim() == 0), roots)
+            seeds = [torch.ones_like(root) for root in roots]
+            rows += [partial(torch.autograd.backward, roots, seeds)] if roots else []
+        return rows
+
+
+def together(
+    costs: Sequence[OpCost], alone: Sequence[OpCost], training: Measured, inference: Measured
+) -> tuple[OpCost, ...]:
+    """The costs such that operators take together what the model's own step takes.
+
+    Where a GPU is busy for longer than the host, nothing follows for launches: as many as its
+    queue holds may have been waited for.
+
+    Args:
+        costs: Those of a step.
+        alone: Those of operators whose sum is to be the whole.
+        training: The whole's forward and backward; no time where that is unknown.
+        inference: The whole's forward without gradients.
+    """
+    launches = training if training.forward_launch_ns else inference
+
+    def part(name: str, whole_ns: int, least_ns: int = 0) -> Callable[[OpCost], int]:
+        own = attrgetter(name)
+        alone_ns = sum(map(own, alone))
+        if not alone_ns or whole_ns <= least_ns:
+            return own
+        # What takes next to no time is not taken for nothing.
+        return lambda cost: max(min(own(cost), 2), own(cost) * whole_ns // alone_ns)
+
+    parts: dict[str, Callable[[OpCost], Any]] = {
+        "forward_ns": part("forward_ns", training.forward_ns),
+        "backward_ns": part("backward_ns", training.backward_ns),
+    }
+    for way, whole_ns in (
+        ("forward", launches.forward_launch_ns),
+        ("backward", launches.backward_launch_ns),
+    ):
+        busy_ns = sum(getattr(cost, f"{way}_ns") for cost in alone)
+        parts[f"{way}_launch_ns"] = part(f"{way}_launch_ns", whole_ns, busy_ns)
+    if inference.forward_ns:
+        parts["inference_ns"] = part("forward_ns", inference.forward_ns)
+    return tuple(replace(c, **{name: own(c) for name, own in parts.items()}) for c in costs)
