@@ -325,7 +325,7 @@ def test_ctrl_c_keeps_what_was_measured(
         once.setattr(Bench, "operator", interrupted)
         with pytest.raises(KeyboardInterrupt):
             baechi.profile(traced, threads=1, cache=tmp_path / "a")
-    assert "2 of 5 were measured" in capsys.readouterr().err
+    assert "2 of 7 were measured" in capsys.readouterr().err
     measured = counted(monkeypatch)
     baechi.profile(traced, threads=1, cache=tmp_path / "a")
     assert len(measured) == 8  # one pass over the two, two over the others

@@ -153,18 +153,19 @@ def _measured(
         sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")
         raise
     again = "profile again" if store is None else "clear the cache and profile again"
-    remarks = [cost.remark for cost in costs.values()]
+    operators = [cost for key, cost in costs.items() if not isinstance(jobs[key], WholeStep)]
+    remarks = [cost.remark for cost in operators]
     said = {
         "could not be repeated as CUDA graphs, so launches may be in their times; their remarks "
         "say why": sum(NO_GRAPH in remark for remark in remarks),
         "were measured beside another process on the GPU, and their costs are not kept. Let it "
         "end; profile again": sum(_SHARED in remark for remark in remarks),
         f"vary by more than {_TOLERANCE:.0%} or were held up. Does other work run on this machine? "
-        f"If so, let it end; {again}": sum(not is_settled(cost) for cost in costs.values()),
+        f"If so, let it end; {again}": sum(not is_settled(cost) for cost in operators),
     }
     for text, count in said.items() if progress else ():
         if count:
-            sys.stderr.write(f"baechi: {count} of {len(jobs)} distinct operators {text}.\n")
+            sys.stderr.write(f"baechi: {count} of {len(operators)} distinct operators {text}.\n")
     return costs
 
 

@@ -18,7 +18,6 @@ import torch
 from baechi.costs.profile_cache import Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Reading, Run
 from baechi.records.op_costs import OpCost
-from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_devices import free_host_bytes
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import inside
@@ -88,7 +87,6 @@ class WholeStep:
             for keeping in (notes_kept, gradients_kept, buffers_kept, without_observers):
                 stack.enter_context(keeping(model))
             stack.enter_context(inside())
-            stack.enter_context(no_collections())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             try:
                 yield

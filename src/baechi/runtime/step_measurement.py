@@ -186,14 +186,15 @@ class _Steps:
                 calls = [replace(self.call, tensors=inputs)] * n
                 return reading(partial(train, self.executable, calls, [1 / n] * n, meter))
 
+        # Hooks may take notes that the model's own forward reads; its program does without.
+        own = self.executable.unsplit_on is not None and not has_observers(self.model)
+
         def forward() -> None:
-            call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
-            # Hooks may take notes that the model's own forward reads; its program does without.
-            own = self.executable.unsplit_on is not None and not has_observers(self.model)
             if own and meter is None:
                 plain = partial(type(self.model).__call__, self.model)
                 outputs.extend(tensors_in(self.executable.unsplit(plain, args, kwargs)))
                 return
+            call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
             with without_observers(self.model):
                 outputs.extend(tensors_in(self.executable([call] * n, meter)))
 

@@ -34,16 +34,11 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import OURS, GradientMode
-from baechi.tracing.observers import FORWARD, observes, recording
+from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
 from baechi.tracing.workarounds import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 HOOKS: Final = (*_BACKWARD, *FORWARD)
-# Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
-# hidden states for the model's output, which stay once hidden states were requested.
-_INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
-# By which embeddings need a gradient, for reentrant checkpointing: of transformers, PEFT, scripts.
-_GRADED: Final = "make_inputs_require_grad"
 # What changes the state of a generator, which happens when a tracer runs, and in no call.
 _SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
@@ -111,7 +106,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             for kind in FORWARD:
                 hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
-                    if not _serves_inside(hook):
+                    if not serves_inside(hook):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = (
                             recording(hook, title, functions.observe)
@@ -160,11 +155,6 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             f"{lost[0]} returned nothing when the model was traced, though by its code it returns "
             "something. Let it end without `return`: then it runs in every call, and is not traced."
         )
-
-
-def _serves_inside(hook: Any) -> bool:
-    name = getattr(hook, "__name__", "")
-    return name.startswith(_GRADED) or getattr(hook, "__module__", "").startswith(_INSIDE)
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:

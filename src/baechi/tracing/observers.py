@@ -36,6 +36,11 @@ from baechi.tracing.fx_nodes import nodes_inside
 from baechi.tracing.pytrees import Parts, Structure
 
 FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+# Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
+# hidden states for the model's output, which stay once hidden states were requested.
+_INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
+# By which embeddings need a gradient, for reentrant checkpointing: of transformers, PEFT, scripts.
+_GRADED: Final = "make_inputs_require_grad"
 _NOTES: Final = (list, dict, set, deque)  # their methods return nothing that a hook could mean
 _LOADS: Final = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")
 _RUNNING: Final = threading.local()
@@ -192,8 +197,19 @@ def without_observers(module: nn.Module) -> Iterator[None]:
             row.update(hooks)
 
 
+def serves_inside(hook: Any) -> bool:
+    """True if a hook only serves the forward it runs in, which needs it."""
+    name = getattr(hook, "__name__", "")
+    return name.startswith(_GRADED) or getattr(hook, "__module__", "").startswith(_INSIDE)
+
+
 def observes(hook: Any) -> bool:
-    """True if by its code a hook returns nothing: it never returns a value, or is such a lambda."""
+    """True if by its code a hook returns nothing: it never returns a value, or is such a lambda.
+
+    One that serves the forward it runs in does not.
+    """
+    if serves_inside(hook):
+        return False
     while isinstance(hook, partial):
         hook = hook.func
     function = inspect.unwrap(getattr(hook, "__func__", hook))
