@@ -27,6 +27,7 @@ from baechi.placers.solving import OBJECTIVES
 from baechi.placers.turn_orders import ordered_turns
 from baechi.probing.cluster_probe import probe
 from baechi.probing.graph_launches import replayed, tape_costs
+from baechi.probing.worker_costs import as_lanes, crowded
 from baechi.problem.microbatches import segments_of
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, simulate, unsplit_peaks
@@ -204,7 +205,7 @@ def place(
         refuse_for_ranks(others)
         if weights is None:
             refuse_meta(model)
-    cluster = world.cluster if world is not None else with_kinds(probe(devices))
+    cluster = world.cluster if world is not None else as_lanes(with_kinds(probe(devices)))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = list(
         world.places if world is not None else (torch_device(row.name) for row in cluster.devices)
@@ -660,7 +661,19 @@ class _Planner:
         )
 
     def _profiles(self, traced: Traced, batches: int) -> list[Profile]:
-        """The costs: one profile, or one per kind of device, the first device's kind first."""
+        """The costs: one profile, or one per kind of device, the first device's kind first.
+
+        CPUs of one process have those where all are busy, too.
+        """
+        rows = self._alone(traced, batches)
+        workers = sum(place.type == "cpu" for place in self.places)
+        given = isinstance(self.costs, Profile) or self.compile is not False
+        if workers < 2 or self.ranks is not None or given:
+            return rows
+        mine = [row for row in rows if row.kind == "cpu"]
+        return rows + [crowded(row, workers, whole=batches == 1) for row in mine]
+
+    def _alone(self, traced: Traced, batches: int) -> list[Profile]:
         cut = batches if self.training else 1
         if isinstance(self.costs, Profile):
             return [self.costs]
