@@ -48,7 +48,7 @@ LARGE: dict[str, Callable[[], Any]] = {
 
 
 def step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> int:
-    """Nanoseconds of a step as predicted: forward, and in training backward from given gradients."""
+    """Nanoseconds of a step as predicted: forward, in training also backward, without a loss."""
     model.zero_grad()
     began = time.perf_counter_ns()
     if not training:

@@ -7,7 +7,7 @@ docs/cost-model.md, "Where the numbers come from", has what becomes of the diffe
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -24,7 +24,7 @@ from baechi.tracing.calling_convention import inside
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import buffers_kept, gradients_kept, notes_kept
+from baechi.tracing.side_effects import buffers_kept, notes_kept, step_roots, values_kept
 
 # Longer steps are of longer operators, for which the difference is small.
 LONGEST_NS: Final = 1_000_000_000
@@ -59,9 +59,13 @@ class WholeStep:
 
     def measured(self, timer: CpuTimer | CudaTimer) -> Measured:
         """One pass: on a CPU its times, on a GPU for how long it keeps the host; 0 if it fails."""
+        kinds = [self._forwards, self._backwards] if self.gradients else [self._forwards]
         try:
-            with self._kept():
-                kinds = [self._forwards, self._backwards] if self.gradients else [self._forwards]
+            with contextlib.ExitStack() as stack:
+                for kept in (notes_kept, values_kept, buffers_kept, without_observers):
+                    stack.enter_context(kept(self._model))
+                stack.enter_context(inside())
+                stack.enter_context(torch.set_grad_enabled(self.gradients))
                 kinds = [kind for kind in kinds if kind(1)]
                 if isinstance(timer, CudaTimer):
                     readings = [Reading(0, launch_ns=min(timer.launched(kind))) for kind in kinds]
@@ -79,22 +83,6 @@ class WholeStep:
             backward_launch_ns=backward.launch_ns,
         )
 
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        model = self._model
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        with contextlib.ExitStack() as stack:
-            for keeping in (notes_kept, gradients_kept, buffers_kept, without_observers):
-                stack.enter_context(keeping(model))
-            stack.enter_context(inside())
-            stack.enter_context(torch.set_grad_enabled(self.gradients))
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
-
     def _forwards(self, n: int) -> Sequence[Run]:
         torch.set_grad_enabled(self.gradients)
         for parameter in self._model.parameters():
@@ -102,22 +90,18 @@ class WholeStep:
         return [self._forward() for _ in range(n)]
 
     def _forward(self) -> Run:
+        graded = self.gradients
         inputs = [
-            tensor.detach().clone().requires_grad_(tensor.requires_grad and self.gradients)
-            for tensor in self._call.tensors
+            t.detach().clone().requires_grad_(t.requires_grad and graded)
+            for t in self._call.tensors
         ]
         args, kwargs = self._call.structure.fill(inputs)
         return partial(type(self._model).__call__, self._model, *args, **kwargs)
 
     def _backwards(self, n: int) -> Sequence[Run]:
-        rows: list[Any] = []
-        for run in self._forwards(n):
-            outputs = tensors_in(run())
-            roots = list({id(t): t for t in outputs if t.requires_grad}.values())
-            roots = next(([root] for root in roots if root.dim() == 0), roots)
-            seeds = [torch.ones_like(root) for root in roots]
-            rows += [partial(torch.autograd.backward, roots, seeds)] if roots else []
-        return rows
+        rows = [step_roots(tensors_in(run())) for run in self._forwards(n)]
+        seeded = [(roots, [torch.ones_like(root) for root in roots]) for roots in rows if roots]
+        return [partial(torch.autograd.backward, *pair) for pair in seeded]
 
 
 def together(
@@ -135,25 +119,24 @@ def together(
         inference: The whole's forward without gradients.
     """
     launches = training if training.forward_launch_ns else inference
-
-    def part(name: str, whole_ns: int, least_ns: int = 0) -> Callable[[OpCost], int]:
-        own = attrgetter(name)
-        alone_ns = sum(map(own, alone))
-        if not alone_ns or whole_ns <= least_ns:
-            return own
-        # What takes next to no time is not taken for nothing.
-        return lambda cost: max(min(own(cost), 2), own(cost) * whole_ns // alone_ns)
-
-    parts: dict[str, Callable[[OpCost], Any]] = {
-        "forward_ns": part("forward_ns", training.forward_ns),
-        "backward_ns": part("backward_ns", training.backward_ns),
-    }
-    for way, whole_ns in (
-        ("forward", launches.forward_launch_ns),
-        ("backward", launches.backward_launch_ns),
-    ):
-        busy_ns = sum(getattr(cost, f"{way}_ns") for cost in alone)
-        parts[f"{way}_launch_ns"] = part(f"{way}_launch_ns", whole_ns, busy_ns)
+    parts: dict[str, Callable[[OpCost], Any]] = {}
+    for way in ("forward", "backward"):
+        name, launch = f"{way}_ns", f"{way}_launch_ns"
+        busy_ns = sum(getattr(row, name) for row in alone)
+        parts[name] = _part(name, alone, getattr(training, name))
+        parts[launch] = _part(launch, alone, getattr(launches, launch), busy_ns)
     if inference.forward_ns:
-        parts["inference_ns"] = part("forward_ns", inference.forward_ns)
+        parts["inference_ns"] = _part("forward_ns", alone, inference.forward_ns)
     return tuple(replace(c, **{name: own(c) for name, own in parts.items()}) for c in costs)
+
+
+def _part(
+    name: str, alone: Sequence[OpCost], whole_ns: int, least_ns: int = 0
+) -> Callable[[OpCost], int]:
+    """An operator's part of the whole, where that is known and above the least."""
+    own = attrgetter(name)
+    alone_ns = sum(map(own, alone))
+    if not alone_ns or whole_ns <= least_ns:
+        return own
+    # What takes next to no time is not taken for nothing.
+    return lambda cost: max(min(own(cost), 2), own(cost) * whole_ns // alone_ns)

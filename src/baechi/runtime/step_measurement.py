@@ -34,7 +34,7 @@ from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import has_observers, without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import gradients_kept, notes_kept
+from baechi.tracing.side_effects import notes_kept, step_roots, values_kept
 from baechi.units import format_ns
 from baechi.validation import check_positive
 
@@ -76,7 +76,9 @@ def _running(executable: Executable) -> Iterator["_Steps"]:
     own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
     placed_for = executable.admission  # a family's graph and schedule may be of a larger shape
     call = module.call if placed_for is None else placed_for.family.call_at(placed_for.reference)
-    with _kept(module.model, executable.places), call.autocast.applied(), own:
+    gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
+    kept = values_kept(module.model)
+    with torch.random.fork_rng(gpus), kept, call.autocast.applied(), own:
         yield _Steps(executable, module.model, call, loss_device)
 
 
@@ -204,9 +206,7 @@ class _Steps:
             forward_ns = reading(forward)
         if not self.executable.training:
             return forward_ns
-        # What is returned twice has one gradient.
-        roots = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
-        roots = next(([root] for root in roots if root.dim() == 0), roots)
+        roots = step_roots(outputs)
         if not roots:
             return forward_ns
         if meter is not None:
@@ -267,20 +267,6 @@ class _Clock:
     def _synchronize(self) -> None:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-
-
-@contextlib.contextmanager
-def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
-    """Puts gradients, buffers and the random state back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gpus = sorted({place.index for place in places if place.type == "cuda"})
-    with torch.random.fork_rng(gpus), gradients_kept(model):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
 
 @final

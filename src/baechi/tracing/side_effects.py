@@ -286,6 +286,28 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def values_kept(model: nn.Module) -> Iterator[None]:
+    """Run steps inside; gradients, and the values of buffers, are those of before in the end."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with gradients_kept(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def step_roots(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What a step goes backward from: the model's own loss, or each output that has a gradient.
+
+    What is returned twice has one gradient.
+    """
+    roots = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
+    return next(([root] for root in roots if root.dim() == 0), roots)
+
+
+@contextmanager
 def fakes_removed(model: nn.Module) -> Iterator[None]:
     """Run the model's Python on a tracer's tensors inside; none of them is left in it after that.
 
