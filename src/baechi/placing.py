@@ -383,6 +383,7 @@ class _Planner:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
                     *(checkpoint, *shapes, partial(self._profiles, batches=batches)),
+                    besides=partial(self._crowded, batches=batches),
                     replayed=self.cuda_graphs is not False,
                 )
                 _keep_graphs(special, shapes[0])
@@ -574,7 +575,7 @@ class _Planner:
         compared: Callable[[OpGraph], Comparison | None],
     ) -> tuple[OpGraph, Placement, Any]:
         """As `_searched`, with costs of each kind of device."""
-        profiles = self._profiles(traced, batches)
+        profiles = self._crowded(self._profiles(traced, batches), batches)
         search = partial(self._searched, traced, profiles, homes, batches, compared)
         return placement_for_all(self.ranks, search)
 
@@ -660,20 +661,17 @@ class _Planner:
             "anew.",
         )
 
-    def _profiles(self, traced: Traced, batches: int) -> list[Profile]:
-        """The costs: one profile, or one per kind of device, the first device's kind first.
-
-        CPUs of one process have those where all are busy, too.
-        """
-        rows = self._alone(traced, batches)
+    def _crowded(self, rows: Sequence[Profile], batches: int) -> list[Profile]:
+        """The costs, with those of CPUs in this process where all are busy."""
         workers = sum(place.type == "cpu" for place in self.places)
         given = isinstance(self.costs, Profile) or self.compile is not False
         if workers < 2 or self.ranks is not None or given:
-            return rows
-        mine = [row for row in rows if row.kind == "cpu"]
-        return rows + [crowded(row, workers, whole=batches == 1) for row in mine]
+            return [*rows]
+        cpus = [row for row in rows if row.kind == "cpu"]
+        return [*rows, *(crowded(row, workers, whole=batches == 1) for row in cpus)]
 
-    def _alone(self, traced: Traced, batches: int) -> list[Profile]:
+    def _profiles(self, traced: Traced, batches: int) -> list[Profile]:
+        """The costs: one profile, or one per kind of device, the first device's kind first."""
         cut = batches if self.training else 1
         if isinstance(self.costs, Profile):
             return [self.costs]

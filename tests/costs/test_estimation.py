@@ -501,7 +501,8 @@ def test_times_at_another_size_follow_from_those_at_two(
     points: list[tuple[int, int]], at: int, found: int
 ) -> None:
     def profile(kind: str, time_ns: int) -> baechi.Profile:
-        costs = (baechi.OpCost(forward_ns=time_ns, backward_ns=2 * time_ns, saved_bytes=at),)
+        times = {"forward_ns": time_ns, "backward_ns": 2 * time_ns, "inference_ns": 3 * time_ns}
+        costs = (baechi.OpCost(**times, saved_bytes=at),)
         return baechi.Profile(traced_digest="any", kind=kind, costs=costs)
 
     known = [(profile("mine", y), profile("cpu", x)) for x, y in points]

@@ -13,6 +13,7 @@ from torch import nn
 import baechi
 from baechi.costs.estimation import estimate
 from baechi.errors import NotSpecializedError
+from baechi.probing.worker_costs import crowded
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.families import differing
 from baechi.tracing.family_traces import sized
@@ -346,7 +347,8 @@ def test_the_schedule_of_another_shape_has_its_computed_times() -> None:
     for shape in ((2, 32), (2, 5), (8, 512)):
         call = canonical_call(module, (ids_of(*shape),), {})
         traced = sized(module.traced, module._current.joined(call))
-        graph = traced.graph(estimate(traced, "cpu"))
+        costs = estimate(traced, "cpu")
+        graph = traced.graph([costs, crowded(costs, 2, whole=True)])
         placement = replace(module.placement, graph_digest=graph.digest)
         expected = baechi.simulate(graph, module.cluster, placement)
         assert module.schedule_of(ids_of(*shape)).makespan_ns == expected.makespan_ns

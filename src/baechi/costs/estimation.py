@@ -166,10 +166,15 @@ def rescaled(known: Sequence[tuple[Profile, Profile]], computed: Profile) -> Pro
         rows = [(priced.costs[index], told.costs[index]) for priced, told in known]
         forward = [(told.forward_ns, priced.forward_ns) for priced, told in rows]
         backward = [(told.backward_ns, priced.backward_ns) for priced, told in rows]
-        forward_ns = _at(forward, cost.forward_ns)
-        costs.append(
-            replace(cost, forward_ns=forward_ns, backward_ns=_at(backward, cost.backward_ns))
+        alone = [(told.forward_ns, priced.inference_ns or 0) for priced, told in rows]
+        known_alone = all(priced.inference_ns is not None for priced, _ in rows)
+        more = replace(
+            cost,
+            forward_ns=_at(forward, cost.forward_ns),
+            backward_ns=_at(backward, cost.backward_ns),
+            inference_ns=_at(alone, cost.forward_ns) if known_alone else None,
         )
+        costs.append(more)
     return replace(computed, kind=known[0][0].kind, costs=tuple(costs))
 
 

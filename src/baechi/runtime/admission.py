@@ -53,6 +53,7 @@ class Admission:
         reference: Values of the family's symbols at the reference shape.
         other: Values at the other shape that the family began with; empty if there was none.
         profiles: Costs of a trace, for each kind of device.
+        besides: These with those where several workers are busy.
         replayed: Whether it runs as CUDA graphs.
     """
 
@@ -66,6 +67,7 @@ class Admission:
     reference: Sequence[int]
     other: Sequence[int]
     profiles: Callable[[Traced], Sequence[Profile]]
+    besides: Callable[[Sequence[Profile]], Sequence[Profile]] = tuple
     replayed: bool = False
 
     def __post_init__(self) -> None:
@@ -139,7 +141,8 @@ class Admission:
         Measured costs are measured at the second of them when this is first called.
         """
         graph, traced = self.graph_at(values), sized(self.traced, values)
-        profiles = [rescaled(rows, _computed(traced, rows[0][0].kind)) for rows in self._known]
+        alone = [rescaled(rows, _computed(traced, rows[0][0].kind)) for rows in self._known]
+        profiles = self.besides(alone)
         times = {row.kind: op_times(graph, row.costs) for row in profiles}
         rows = zip(graph.ops, times[profiles[0].kind], strict=True)
         ops = tuple(replace(op, time_ns=time_ns) for op, time_ns in rows)
