@@ -108,3 +108,17 @@ def test_of_a_gpu_the_whole_is_that_of_launches_where_the_host_is_slower() -> No
     # The host may have waited for the queue of a GPU that is busy for 401 ns.
     assert (first.backward_launch_ns, second.backward_launch_ns) == (30, 20)
     assert (first.forward_ns, first.backward_ns) == (300, 400)
+
+
+def test_no_hook_of_a_parameter_runs() -> None:
+    """Such as an optimizer in the backward, which would train while it is measured."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    seen: list[str] = []
+    model[0].weight.register_hook(lambda _: seen.append("gradient"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    x = torch.randn(4, 8)
+    module = baechi.place(model, ["cpu:0/a", "cpu:0/b"], example_args=(x,), progress=False)
+    module.measure(1)
+    assert not seen
+    module(x).sum().backward()
+    assert seen == ["gradient", "accumulated"]

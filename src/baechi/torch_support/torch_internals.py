@@ -6,7 +6,7 @@ that a new version breaks.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -135,6 +135,20 @@ def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
 def accumulation_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The hooks that `register_post_accumulate_grad_hook` gave a tensor."""
     return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+@contextmanager
+def without_gradient_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Go backward inside without the hooks of tensors, such as optimizers in the backward."""
+    both = (hooks for t in tensors for hooks in (t._backward_hooks, t._post_accumulate_grad_hooks))
+    kept = [(hooks, dict(hooks)) for hooks in both if hooks]
+    for hooks, _ in kept:
+        hooks.clear()  # autograd has the dictionary itself
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:

@@ -31,6 +31,7 @@ from baechi.torch_support.torch_internals import (
     tracers_ended,
     untraced,
     version_of,
+    without_gradient_hooks,
 )
 from baechi.tracing.guards import model_line
 from baechi.tracing.pytrees import is_container
@@ -287,9 +288,12 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def values_kept(model: nn.Module) -> Iterator[None]:
-    """Run steps inside; gradients, and the values of buffers, are those of before in the end."""
+    """Run steps inside; gradients, and the values of buffers, are those of before in the end.
+
+    No hook of a parameter runs, as some step an optimizer.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with gradients_kept(model):
+    with gradients_kept(model), without_gradient_hooks(model.parameters()):
         try:
             yield
         finally:
