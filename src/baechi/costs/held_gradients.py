@@ -122,11 +122,15 @@ class _Gradients:
                     self.ending[rank] = max(self.ending[rank], total)
 
     def _waiting(self, state: fx.Node) -> int:
-        """Bytes of the gradients of a parameter's parts, which the graph has to its own operator's.
+        """Bytes of gradients of a parameter's parts, which in the graph wait for its own operator.
 
-        That goes backward last, while autograd puts them together where the parts were taken.
+        That goes backward last, while autograd puts them together where the parts were taken. None
+        if the operator makes other tensors, too.
         """
-        (op,) = (op for op, nodes in enumerate(self.traced.module.nodes) if state in nodes)
+        rows = enumerate(self.traced.module.nodes)
+        op, nodes = next((row for row in rows if state in row[1]), (-1, ()))
+        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
+            return 0
         parts = (tensor for tensor in self.traced.made[op] if tensor.differentiable)
         return sum(sum(t.gradient_bytes or (t.nbytes,) * len(t.consumers)) for t in parts)
 

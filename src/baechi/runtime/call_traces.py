@@ -50,7 +50,7 @@ class CallTraces:
         if kept is not None:
             return kept
         if not places or self._kind(model, call, kin) in self._given_up:
-            return static or ladder.trace(model, args, kwargs, telling=call.telling)
+            return static or ladder.trace(model, args, kwargs, may_ask=call.may_ask)
         try:
             traced = ladder.trace(model, args, kwargs, places=places)
             family: Family | None = traced.module.family

@@ -436,7 +436,7 @@ class PlacedState:
         """
         special = self.special(entry, calls[0])
         if not all(map(special.asks_the_same, calls[1:])):
-            calls = [replace(call, telling=False) for call in calls]
+            calls = [replace(call, may_ask=False) for call in calls]
             special = self.special(entry, calls[0])
         return special, calls
 

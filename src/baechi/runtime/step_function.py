@@ -98,8 +98,11 @@ class Leaves:
         run_first(token)
         return token
 
-    def follows(self) -> bool:
-        """True if the running backward went through another step of a parameter read repeatedly."""
+    def enter_backward(self) -> bool:
+        """Note the running backward; true if it is in one already for a parameter read repeatedly.
+
+        Then autograd has gradients of another step of it.
+        """
         current, before = backward_id(), set()
         for parameter, _ in self.repeated:
             before.add(_BACKWARD.get(parameter))
@@ -212,7 +215,7 @@ class Plan:
         totals = None if len(self.steps) == 1 else Totals([None] * len(bound.parameters))
         # Autograd adds up the readers of all calls one by one.
         alone = totals is None and not isinstance(self.executor, RankExecutor)
-        separate = alone and leaves.follows()
+        separate = alone and leaves.enter_backward()
         for step in self.steps:
             step.keep = keep
             step.totals = totals

@@ -119,7 +119,7 @@ def _grown(model: nn.Module, call: Call, times: int) -> Traced:
     ]
     args, kwargs = call.structure.fill(grown)
     try:
-        return trace(model, args, kwargs, telling=call.telling)
+        return trace(model, args, kwargs, may_ask=call.may_ask)
     except TraceError as error:
         raise InputError(
             f"with {times} times the samples of a micro-batch the model does not run, so its batch "

@@ -66,7 +66,7 @@ class Call:
         objects: The caller's lists, dicts and objects that hold them, in order.
         dims: The dimension along which each tensor is a part of a batch, None for one that is
             whole; empty where all are.
-        telling: Whether forward may ask for values of the tensors. Not where other micro-batches,
+        may_ask: Whether forward may ask for values of the tensors. Not where other micro-batches,
             of which one trace is, would answer otherwise.
     """
 
@@ -75,7 +75,7 @@ class Call:
     autocast: Autocast
     objects: tuple[Any, ...] = ()
     dims: tuple[int | None, ...] = ()
-    telling: bool = True
+    may_ask: bool = True
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class Call:
         shapes = [(tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors]
         constants = [(type(c).__name__, shown(c)) for c in self.structure.constants]
         rows = (*constants, *shapes)
-        return (self.structure.form, rows, self.autocast.dtypes, self.dims, self.telling)
+        return (self.structure.form, rows, self.autocast.dtypes, self.dims, self.may_ask)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def _non_strict(
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(buffers_kept(model))
-            stack.enter_context(branches.taken(tensors, call.tensors if call.telling else ()))
+            stack.enter_context(branches.taken(tensors, call.tensors if call.may_ask else ()))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
             if truth_values is not None:
@@ -190,7 +190,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     places: frozenset[Place] = frozenset(),
-    telling: bool = True,
+    may_ask: bool = True,
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
@@ -204,7 +204,7 @@ def trace(
         kwargs: Keyword example arguments.
         places: Sizes above 1, and ints, that are symbols in the trace (`families`); it is then of
             all calls that differ in these and fit its guards.
-        telling: Whether forward may ask for values of the arguments, as in `Call`.
+        may_ask: Whether forward may ask for values of the arguments, as in `Call`.
 
     Raises:
         InputError: The arguments do not fit the model's signature.
@@ -217,7 +217,7 @@ def trace(
     if call.objects:  # the caller's own shall not change whenever the example runs
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
-    call = replace(call, telling=telling)
+    call = replace(call, may_ask=may_ask)
     mode = GradientMode(torch.is_grad_enabled())
     with torch.inference_mode(False), torch.enable_grad(), inside(), ExitStack() as stack:
         call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
@@ -264,7 +264,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
         _refuse_failing(model, call)
     failure = TraceError(
         f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
-        f"{'' if call.telling else _TOLD_APART}"
+        f"{'' if call.may_ask else _MAY_NOT_ASK}"
         "Control flow that looks at numbers in tensors must be inside a submodule, which then "
         "stays whole; the outermost forward may read numbers of integers among its arguments, and "
         "of other tensors truth values alone. A loss that reads more is computed outside: trace "
@@ -296,7 +296,7 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
         ) from error
 
 
-_TOLD_APART: Final = (
+_MAY_NOT_ASK: Final = (
     "Micro-batches differ in what forward asks of their arguments, so for all of them it may not "
     "ask. Give calls whose micro-batches are alike there, or microbatches=None.\n"
 )

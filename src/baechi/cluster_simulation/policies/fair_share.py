@@ -30,7 +30,7 @@ class FairShare(Policy):
         """The jobs that get GPUs by progressive filling, then those for which none are left."""
         del now
         if sum(run.job.gpus for run in runs) <= self.gpus:
-            return runs
+            return runs  # all get theirs
         queues: dict[str, deque[JobRun]] = {}
         for run in sorted(runs, key=lambda run: (not run.running, run.index)):
             queues.setdefault(run.job.owner, deque()).append(run)
