@@ -15,6 +15,7 @@ which makes a plan for every length.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -25,8 +26,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STAGES = ("probe", "trace", "export", "propagate", "estimate", "solve_with_held")
-STAGES += ("executable", "compare")
+# Each stage is a function, looked up where it is called.
+STAGES = {
+    "probe": "baechi.placing",
+    "trace": "baechi.tracing.ladder",
+    "export": "torch.export",
+    "propagate": "baechi.tracing.ladder",
+    "estimate": "baechi.planning.device_costs",
+    "solve_with_held": "baechi.planning.placement_search",
+    "executable": "baechi.planning.split_guard",
+    "compare": "baechi.planning.split_guard",
+}
 
 
 def child(name: str, layers: int, *, split: bool) -> None:
@@ -35,8 +45,6 @@ def child(name: str, layers: int, *, split: bool) -> None:
     from benchmarks import shapes
 
     import baechi
-    from baechi import placing
-    from baechi.tracing import ladder
 
     torch.set_num_threads(1)
     model, ids = getattr(shapes, name)(layers).train(), torch.randint(3, 500, (2, 32))
@@ -53,9 +61,8 @@ def child(name: str, layers: int, *, split: bool) -> None:
 
         return run
 
-    owners = {"trace": ladder, "export": torch.export, "propagate": ladder}
-    for stage in STAGES:
-        owner = owners.get(stage, placing)
+    for stage, module in STAGES.items():
+        owner = importlib.import_module(module)
         setattr(owner, stage, timed(stage, getattr(owner, stage)))
     devices: Any = shapes.DEVICES
     if split:

@@ -31,6 +31,7 @@ LAYERS = """
     runtime
     probing scheduling cluster_simulation
     checkpointing adapters
+    planning
     device_maps placing
     cli
     __main__

@@ -379,7 +379,7 @@ def test_measured_times_of_another_shape_follow_from_those_of_two(
         rows = (replace(c, forward_ns=10 * c.forward_ns + 1_000_000) for c in found.costs)
         return replace(found, costs=tuple(rows), source="measured")
 
-    monkeypatch.setattr("baechi.placing.profile", profile)
+    monkeypatch.setattr("baechi.planning.device_costs.profile", profile)
     module = lazily(nn.Linear(512, 512), costs="measure", placer="single", training=False)
     for n in (4096, 1024):
         module(torch.randn(n, 512))

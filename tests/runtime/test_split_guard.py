@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.planning import placement_search
 from baechi.runtime.step_measurement import Comparison, compared
 
 
@@ -80,13 +81,17 @@ def test_a_split_that_is_faster_stays_and_is_not_measured_again() -> None:
 def test_a_split_that_was_slower_is_not_searched_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    placed, asked, solve = place(Branches(-0.01)), [], baechi.placing.solve_with_held
+    placed, asked, solve = (
+        place(Branches(-0.01)),
+        [],
+        baechi.planning.placement_search.solve_with_held,
+    )
 
     def noted(graph: Any, cluster: Any, placer: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(placer)
         return solve(graph, cluster, placer, *args, **kwargs)
 
-    monkeypatch.setattr("baechi.placing.solve_with_held", noted)
+    monkeypatch.setattr(placement_search, "solve_with_held", noted)
     again = place(Branches(-0.01))
     assert asked == ["single"]
     assert again.placement.devices == placed.placement.devices
