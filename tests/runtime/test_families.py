@@ -346,7 +346,7 @@ def test_the_schedule_of_another_shape_has_its_computed_times() -> None:
     assert module.schedule_of(ids_of(3, 64)) == placed_for
     for shape in ((2, 32), (2, 5), (8, 512)):
         call = canonical_call(module, (ids_of(*shape),), {})
-        traced = sized(module.traced, module._current.joined(call))
+        traced = sized(module.traced, module._current.calls.joined(call))
         costs = estimate(traced, "cpu")
         graph = traced.graph([costs, crowded(costs, 2, whole=True)])
         placement = replace(module.placement, graph_digest=graph.digest)
@@ -388,7 +388,7 @@ def test_measured_times_of_another_shape_follow_from_those_of_two(
     for n in (2048, 8192, 16):
         x = torch.randn(n, 512)
         call = canonical_call(module, (x,), {})
-        traced = sized(module.traced, module._current.joined(call))
+        traced = sized(module.traced, module._current.calls.joined(call))
         computed_ns = estimate(traced, "cpu").costs[linear].forward_ns
         (span,) = (s for s in module.schedule_of(x).spans if s.op == linear)
         found_ns = span.end_ns - span.start_ns

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.errors import ExecutionError, InputError
-from baechi.runtime.admission import request_bytes
 from baechi.runtime.derived_class import placed_state
+from baechi.runtime.request_memory import request_bytes
 
 
 class Rows(nn.Module):

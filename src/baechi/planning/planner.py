@@ -61,7 +61,7 @@ class Planner:
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
         for special in kin:
-            values = special.joined(call) if special.holds() else None
+            values = special.calls.joined(call) if special.holds() else None
             if values is None or special.admission is None or special.admission.missing(values):
                 continue
             _keep_graphs(special, values)

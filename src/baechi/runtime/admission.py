@@ -21,7 +21,7 @@ from typing import Any, final
 
 from baechi.costs.estimation import estimate, rescaled
 from baechi.errors import InfeasibleError, InputError
-from baechi.problem.simulation import overflows, simulate
+from baechi.problem.simulation import overflows
 from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
@@ -195,33 +195,6 @@ def check_batches(
         "backward. Use placed.step(...), which keeps less; or smaller batches, or more memory."
     )
     raise InfeasibleError(text, name, needed, left, extra, name)
-
-
-def request_bytes(graph: OpGraph, cluster: Cluster, placement: Placement) -> list[tuple[int, int]]:
-    """Of each device the bytes that stay, and those that a call without gradients takes beside."""
-    homes, memories = placement.devices, cluster.memories
-    kept = [0] * len(memories)
-    for op, device in zip(graph.ops, homes, strict=True):
-        kept[memories[device]] += op.persistent_bytes
-    one = _forward_of(graph)
-    n = len(one.ops)
-    order = tuple(op for op in placement.order if op < n)
-    peaks = simulate(one, cluster, Placement(one.digest, homes[:n], order)).peak_bytes
-    return [(kept[memory], peak) for memory, peak in zip(memories, peaks, strict=True)]
-
-
-def _forward_of(graph: OpGraph) -> OpGraph:
-    """The forward of a step as it runs without gradients, and without state."""
-    n = graph.n_forward
-    rows = ((row, tuple(op for op in row.consumers if op < n)) for row in graph.tensors)
-    tensors = tuple(
-        replace(row, consumers=inner, kept=row.kept or n in row.consumers)
-        for row, inner in rows
-        if row.producer < n and (inner or row.kept or n in row.consumers or not graph.is_training)
-    )
-    ops = tuple(replace(op, persistent_bytes=0, late_bytes=0) for op in graph.ops[:n])
-    times = {kind: row[:n] for kind, row in graph.times.items()}
-    return OpGraph(ops, tensors, times)
 
 
 def _computed(traced: Traced, kind: str) -> Profile:

@@ -41,7 +41,7 @@ class CallTraces:
     def trace(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
         """The trace of a call: of its family where calls of its kind have had other sizes."""
         for special in kin:  # one that takes the call, but does not fit at its shape
-            if special.holds() and special.joined(call) is not None:
+            if special.holds() and special.calls.joined(call) is not None:
                 return special.traced
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
@@ -125,11 +125,11 @@ def _beyond(
     """
     static: Traced | None = None
     for special in kin:
-        if special.holds() and special.may_take(call):
+        if special.holds() and special.calls.may_take(call):
             if static is None:
                 args, kwargs = call.structure.fill(call.tensors)
                 static = ladder.trace(model, args, kwargs)
-            if special.extend(static) and special.joined(call) is not None:
+            if special.calls.extend(static) and special.calls.joined(call) is not None:
                 return special.traced, static
     return None, static
 
@@ -167,7 +167,7 @@ def _fixed(family: Family, kin: Sequence[Executable]) -> str:
 def largest_that_fits(call: Call, kin: Sequence[Executable]) -> str:
     """The largest size that fits an earlier plan of the call's family, in a sentence."""
     for special in kin:
-        values, admission = special.joined(call), special.admission
+        values, admission = special.calls.joined(call), special.admission
         found = None if values is None or admission is None else admission.largest(values)
         if found is not None and values is not None and special.family is not None:
             symbol, fits = found

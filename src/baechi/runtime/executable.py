@@ -8,9 +8,8 @@ from operator import le
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
-from torch import fx
 
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import ExecutionError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
 from baechi.problem.microbatches import segments_of
 from baechi.processes.agreement import compare_batches
@@ -22,7 +21,8 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
-from baechi.runtime.admission import Admission, request_bytes
+from baechi.runtime.accepted_calls import AcceptedCalls
+from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
@@ -30,7 +30,9 @@ from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.rank_slice import RankCall, RankExecutor
-from baechi.runtime.runtime_checks import GradientGuard, SharingGuard, StateGuard
+from baechi.runtime.request_memory import RequestMemory
+from baechi.runtime.returned_values import ReturnedValues
+from baechi.runtime.runtime_checks import GradientGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.weights import devices_of_state, move
@@ -40,17 +42,14 @@ from baechi.torch_support.torch_internals import gradient_hooks, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.family_traces import same_beyond
-from baechi.tracing.guards import HeldObjects, truth_values_of
+from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
-from baechi.tracing.partition import attribute
-from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
 _AS_SHORT: Final = 1.01
-_MOST_KEPT: Final = 1024  # structures of results, or compiled modes, that are kept, by shape
+_MOST_KEPT: Final = 1024  # compiled modes that are kept
 
 
 @final
@@ -68,7 +67,8 @@ class Executable:
         program: The program to run; proved.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-        family: The calls of other sizes that it runs, too; None if there are none.
+        calls: The calls that it runs.
+        family: Those of other sizes; None if there are none.
         admission: Those of them that fit; None if that is unknown.
         note: Why it has no family though calls of other sizes came; else empty.
         comparison: How it was found faster than another placement by measurement; else empty.
@@ -110,8 +110,6 @@ class Executable:
         self.rhythm: Rhythm | None = None
         self.measured: Measurement | None = None
         self.note = self.comparison = ""
-        self._rooms: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}  # by family's sizes
-        self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
@@ -133,14 +131,11 @@ class Executable:
                 self.graphs.demand()
         self._executor = self._executor_of(bound, self.graphs)
         nodes = module.graph_module.graph
-        self._given = {node: i for i, node in enumerate(nodes.find_nodes(op="placeholder"))}
-        self._returned: Any = nodes.output_node().args[0]
-        self._numbers = {node: i for i, node in enumerate(bound.results)}
-        self._sharing_guard = SharingGuard(module)
+        numbers = {node: i for i, node in enumerate(bound.results)}
+        self._returned = ReturnedValues(module, numbers, dimensions)
+        self.calls = AcceptedCalls(traced, bound.parameters, training=self.training)
         self._gradient_guard = GradientGuard(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
-        frozen = ((p, ("requires_grad",)) for p in bound.parameters if not p.requires_grad)
-        self._frozen = HeldObjects((), frozen)
         self._trainable = [p for p in bound.parameters if p.requires_grad and not p.is_meta]
         self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
@@ -216,6 +211,12 @@ class Executable:
         bound = bind(self.module, self._structure, program, self.places)
         return CudaExecutor(program, bound, self.places)
 
+    @cached_property
+    def _request_memory(self) -> RequestMemory | None:
+        if self.graph is None or self.cluster is None:
+            return None
+        return RequestMemory(self.cluster, self.placement, self.batches)
+
     @property
     def warm_up(self) -> int:
         """After how many calls of a kind all that can be a CUDA graph is one."""
@@ -259,65 +260,6 @@ class Executable:
         """Forget torch's nodes of parameters that were elsewhere meanwhile, and have new ones."""
         self.settled_at = settled_at
         self._leaves: Leaves | None = None
-
-    def takes(self, call: Call) -> bool:
-        """True if arguments share what they shared in the trace, and their gradients are planned.
-
-        The mode of gradients must be the trace's if forward reads it; and what forward asks about
-        values of arguments must have the same answers.
-        """
-        mode = self.module.gradients
-        if mode is not None and mode != torch.is_grad_enabled():
-            return False
-        call = self._carrying(call)
-        if not self._sharing_guard.allows(call.tensors):
-            return False
-        if self.training and torch.is_grad_enabled():
-            if not self._frozen.are_same():
-                return False
-            planned = zip(call.tensors, self.module.call.tensors, strict=True)
-            if not all(mine.requires_grad <= own.requires_grad for mine, own in planned):
-                return False
-        return self.module.answers(call)
-
-    def asks_the_same(self, call: Call) -> bool:
-        """True if what forward asks the arguments of a call has the answers of the traced one."""
-        return self.module.answers(self._carrying(call))
-
-    def joined(self, call: Call) -> tuple[int, ...] | None:
-        """The sizes of a call that this can run, as values of its family's symbols; else None."""
-        values = None if self.family is None else self.family.joined(call)
-        return values if values is not None and self.takes(call) else None
-
-    def may_take(self, call: Call) -> bool:
-        """True if the sizes of a call are of its family, whatever the guards say."""
-        family = self.family
-        if family is None or not family.carries(call):
-            return False
-        return family.beyond(family.carrying(call)) is not None and self.takes(call)
-
-    def extend(self, other: Traced) -> bool:
-        """Take the call of another trace, too, if at its sizes the family's runs what that does."""
-        call = same_beyond(self.traced, other)
-        if call is not None and self.family is not None:
-            self.family.extend(call)
-        return call is not None
-
-    def _carrying(self, call: Call) -> Call:
-        return call if self.family is None else self.family.carrying(call)
-
-    def _returned_by(self, call: Call) -> Structure:
-        """The structure of the results of a call, in which numbers may depend on sizes."""
-        if self.family is None or not self.family.returns_sizes:
-            return self.module.returned
-        key = tuple(tensor.shape for tensor in call.tensors)
-        if key not in self._returned_at:
-            if len(self._returned_at) >= _MOST_KEPT:
-                self._returned_at.clear()
-            values = self.family.values(call)
-            assert values is not None  # it has joined
-            self._returned_at[key] = self.family.returned(values)
-        return self._returned_at[key]
 
     @contextmanager
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
@@ -379,7 +321,7 @@ class Executable:
         Of micro-batches the one that they make together.
         """
         self._state_guard.check()
-        calls = [self._carrying(each) for each in ([call] if isinstance(call, Call) else call)]
+        calls = [self.calls.carrying(each) for each in ([call] if isinstance(call, Call) else call)]
         if not self.observed:
             return self._called(calls, meter)
         with observing():
@@ -428,7 +370,7 @@ class Executable:
                 executor.run(steps, 0)
             for step in steps:
                 step.write_back()
-            return self._finish(calls, [step.results for step in steps])
+            return self._returned.of(calls, [step.results for step in steps])
         executor, steps = self._begun(executor, calls, meter)
         leaves = self._leaves
         if leaves is None or leaves.bound is not executor.bound or not leaves.are_same():
@@ -440,7 +382,7 @@ class Executable:
         plan = Plan(executor, steps, calls, leaves)
         inputs = [tensor for *_, tensor in plan.graded]
         tokens = StepFunction.apply(plan, plan.token, *inputs)  # type: ignore[no-untyped-call]
-        return self._finish(calls, plan.merge(tokens))
+        return self._returned.of(calls, plan.merge(tokens))
 
     def ran(self) -> Sequence[Sequence[tuple[str, int, int]]]:
         """What each rank did in its latest step, if there are ranks; each calls this."""
@@ -494,7 +436,7 @@ class Executable:
         workers = workers or isinstance(executor, RankExecutor)
         modes = self._modes
         plain = not self.observed and not call.objects
-        plain = plain and (modes is None or self._mode(self._carrying(call)) in modes)
+        plain = plain and (modes is None or self._mode(self.calls.carrying(call)) in modes)
         return workers and plain and self.unsplit_on is None and self._is_pure
 
     def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall | RankCall:
@@ -502,31 +444,25 @@ class Executable:
         self._state_guard.check()
         executor = self._executor
         assert isinstance(executor, CpuExecutor | RankExecutor)
-        calls = [self._carrying(call) for call in calls]
         self._check_memory(calls[0], in_flight)
+        calls = [self.calls.carrying(call) for call in calls]
         with torch.no_grad():
             steps = [Step(False, None, call.tensors, executor.bound.sizes) for call in calls]
             results = [step.results for step in steps]
-            return executor.begin(steps, lambda: self._finish(calls, results))
+            return executor.begin(steps, lambda: self._returned.of(calls, results))
 
     def _check_memory(self, call: Call, in_flight: int) -> None:
         """Raise an error where so many calls, each at its peak, exceed a device's memory."""
-        if in_flight == 1 or self.graph is None or self.cluster is None:
+        if in_flight == 1 or self._request_memory is None:
             return
-        values = None if self.family is None else self.family.joined(call)
-        if values not in self._rooms:
-            graph = self.graph
-            if self.admission is not None and values is not None:
-                graph = self.admission.graph_at(values)
-            rows = request_bytes(graph, self.cluster, self.placement)
-            self._rooms[values] = [(kept, own * self.batches) for kept, own in rows]
-        rooms = zip(self.cluster.devices, self._rooms[values], strict=True)
-        most = min((row.memory_bytes - kept) // max(own, 1) for row, (kept, own) in rooms)
-        if most < in_flight:
-            raise InputError(
-                f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
-                f"in_flight={max(most, 1)}, or smaller requests."
-            )
+        sizes = None if self.family is None else self.family.joined(call)
+
+        def graph() -> OpGraph:
+            if sizes is None or self.admission is None:
+                return cast(OpGraph, self.graph)
+            return self.admission.graph_at(sizes)
+
+        self._request_memory.check(in_flight, sizes, graph)
 
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""
@@ -537,43 +473,6 @@ class Executable:
             "twice: it is in a submodule that tracing leaves whole. Use "
             "register_post_accumulate_grad_hook."
         )
-
-    def _finish(self, calls: Sequence[Call], results: Sequence[Sequence[Any]]) -> Any:
-        """The caller's structure; what was an input or a parameter is that very object.
-
-        Objects among the arguments are left as forward leaves them.
-
-        Raises:
-            ExecutionError: Forward changes an object among the arguments of micro-batches.
-        """
-        call = calls[0]
-        values = self._values(call, results[0])
-        if len(calls) > 1 and self.dimensions is not None:
-            parts = list(zip(*map(self._values, calls, results), strict=True))
-            dims = zip(parts, self.dimensions.outputs, strict=True)
-            values = [row[0] if dim is None else torch.cat(row, dim) for row, dim in dims]
-        result, changes = self._returned_by(call).fill(values, call.objects)
-        if changes and len(calls) > 1:
-            raise ExecutionError(
-                "forward changes a list, dict or object among its arguments, such as a cache, "
-                "which micro-batches do not share. Call it without, or give microbatches=None."
-            )
-        change(call.objects, changes)
-        return result
-
-    def _values(self, call: Call, results: Sequence[Any]) -> list[Any]:
-        """What the caller gets of one micro-batch, as a flat list."""
-        values: list[Any] = []
-        for node in self._returned:
-            if not isinstance(node, fx.Node):
-                values.append(node)
-            elif node in self._given:
-                values.append(call.tensors[self._given[node]])
-            elif node.op == "get_attr":
-                values.append(attribute(self.module.graph_module, str(node.target)))
-            else:
-                values.append(results[self._numbers[node]])
-        return values
 
 
 def _writers(module: TracedModule) -> frozenset[int]:

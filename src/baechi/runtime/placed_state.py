@@ -234,7 +234,7 @@ class PlacedState:
         call = canonical_call(self.model, args, kwargs)
         with self.lock:
             for special in self.root.specializations.kin():
-                values = special.joined(call) if special.holds() else None
+                values = special.calls.joined(call) if special.holds() else None
                 if values is not None and special.admission is not None:
                     with torch.inference_mode(False), torch.enable_grad(), unhooked():
                         return special.admission.schedule_at(values)
@@ -435,7 +435,7 @@ class PlacedState:
         one in which it cannot ask.
         """
         special = self.special(entry, calls[0])
-        if not all(map(special.asks_the_same, calls[1:])):
+        if not all(map(special.calls.ask_the_same, calls[1:])):
             calls = [replace(call, may_ask=False) for call in calls]
             special = self.special(entry, calls[0])
         return special, calls

@@ -60,14 +60,14 @@ class Specializations:
         """
         latest = self._latest.get(call.key)
         _, held = (0, None) if latest is None else self._held[latest]
-        if latest is not None and held is not None and held.are_same() and latest.takes(call):
+        if latest is not None and held is not None and held.are_same() and latest.calls.takes(call):
             self._used[latest] = next(self._clock)
             return latest
         key = self._key(call)
         if key in self._refused:
             raise InputError(self._refused[key])
         for special in self._rows.get(key, ()):
-            if special.holds() and special.takes(call):
+            if special.holds() and special.calls.takes(call):
                 self._used[special] = next(self._clock)
                 self._found(special, call)
                 return special
@@ -103,7 +103,7 @@ class Specializations:
             if other is not special
             and other.holds()
             and other.traced.module.gradients == told
-            and other.asks_the_same(call)
+            and other.calls.ask_the_same(call)
         ]
         self._rows[key] = [row for row in rows if row not in others and row is not special]
         self._rows[key].append(special)
@@ -130,8 +130,8 @@ class Specializations:
             once = sum(other in row for row in self._rows.values()) == 1
             if not once or not other.holds():
                 continue
-            fixed = other.family is None and special.joined(other.module.call) is not None
-            if fixed or special.extend(other.traced):
+            fixed = other.family is None and special.calls.joined(other.module.call) is not None
+            if fixed or special.calls.extend(other.traced):
                 self._forget(other)
         while len(self) >= limit:
             oldest = min(self._used, key=self._used.__getitem__)
