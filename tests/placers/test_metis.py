@@ -1,6 +1,7 @@
 """METIS's cuts: small examples, what is repaired, and what is said where there is no METIS."""
 
 import importlib.util
+import random
 
 import numpy as np
 import pytest
@@ -43,14 +44,17 @@ def test_the_net_weighs_a_tensor_once_however_many_read_it():
 
 
 def test_weights_are_in_proportion_and_none_is_more_than_a_part():
-    scaled = mincut._scaled([np.array([0, 1, 3, 4]), np.array([0, 0, 0, 9])], 2)
+    scaled = mincut._scaled([np.array([0, 1, 3, 4]), np.array([0, 0, 0, 9])], 0.5)
     eighth = mincut._TOTAL // 8
+    # Where one vertex has everything, vertices count alike.
     assert scaled.reshape(4, 2).tolist() == [
         [1, 1],
         [1 + eighth, 1],
         [1 + 3 * eighth, 1],
-        [1 + 4 * eighth, 1 + 4 * eighth],
+        [1 + 4 * eighth, 1],
     ]
+    heavy = mincut._scaled([np.array([1, 1, 1, 1, 10, 1000])], 0.25)
+    assert max(heavy) <= 0.251 * sum(heavy)
 
 
 def repair(problem, assignment):
@@ -100,6 +104,23 @@ def test_it_fits_and_metis_says_nothing_where_memory_is_tight(first, capfd):
         if placement is not None:
             assert not overflows(simulate(graph, cluster, placement), cluster)
     # METIS writes to the standard output where it meets a part that it left empty.
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("memory", [(5, 1, 1), (8, 4, 2, 1), (1,) * 8])
+def test_metis_says_nothing_where_few_ops_have_almost_all(memory, capfd):
+    unit = 10**12
+    devices = [Device(f"d{i}", share * unit) for i, share in enumerate(memory)]
+    cluster = Cluster.connected(devices, LINK)
+    for seed in range(40):
+        draw = random.Random(seed)
+        n = 32 + seed % 20
+        ops = [
+            Op(f"o{i}", *(min(int(draw.paretovariate(0.35)), unit // 100) for _ in "tm"))
+            for i in range(n)
+        ]
+        tensors = [Tensor(i, (draw.randrange(i + 1, n),), 10) for i in range(n - 1)]
+        Metis().place(Problem(OpGraph(tuple(ops), tuple(tensors)), cluster))
     assert capfd.readouterr() == ("", "")
 
 

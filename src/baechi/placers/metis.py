@@ -32,6 +32,8 @@ _TOLERANCES: Final = (30, 150, 500)
 _GROUPS_PER_PART: Final = 4
 # Total of all weights of one kind: METIS adds them up in 32 bits.
 _TOTAL: Final = 2**29
+# Rounds in which heavy vertices are made lighter: each makes the total less, too.
+_CAPS: Final = 32
 # Maximum number of part counts to try.
 _COUNTS: Final = 4
 # Maximum number of moves to repair a partition: each scans all groups.
@@ -114,7 +116,7 @@ def _partitions(
     adjacency = pymetis.CSRAdjacency(
         np.searchsorted(net.src, np.arange(groups + 1)).tolist(), net.dst.tolist()
     )
-    eweights = _scaled([net.weight], 1).tolist()
+    eweights = _scaled([net.weight], 1.0).tolist()
     for devices, shares, weights in _tasks(problem, net):
         if len(devices) == 1:
             yield np.zeros(groups, np.int64), devices
@@ -123,7 +125,7 @@ def _partitions(
             partition = pymetis.part_graph(
                 len(devices),
                 adjacency,
-                vweights=_scaled(weights, len(devices)).tolist(),
+                vweights=_scaled(weights, min(shares or [1 / len(devices)])).tolist(),
                 eweights=eweights,
                 tpwgts=shares,
                 options=pymetis.Options(seed=seed, ufactor=tolerance),
@@ -160,15 +162,17 @@ def _tasks(
                 yield devices, None, [held, net.times]
 
 
-def _scaled(weights: list[NDArray[np.int64]], parts: int) -> NDArray[np.int64]:
-    """The weights in proportion, at least 1 and about `_TOTAL` together, vertex by vertex.
+def _scaled(weights: list[NDArray[np.int64]], most: float) -> NDArray[np.int64]:
+    """The weights in proportion, at least 1 and at most about `_TOTAL` together, vertex by vertex.
 
-    None is more than the mean part, since METIS leaves others empty to balance a heavier one.
+    None is more than `most` of all, the smallest part: METIS leaves others empty to balance it.
     """
-    rows = [
-        1 + (np.minimum(row / max(1, sum(row.tolist())), 1 / parts) * _TOTAL).astype(np.int64)
-        for row in weights
-    ]
+    rows = []
+    for row in weights:
+        shares = row / max(1, sum(row.tolist()))
+        for _ in range(_CAPS):
+            shares = np.minimum(shares, most * shares.sum())
+        rows.append(1 + (shares * _TOTAL).astype(np.int64))
     return np.array(rows, np.int64).T.reshape(-1)
 
 
