@@ -1,6 +1,7 @@
 """A split is kept where it is faster than one device by measurement."""
 
 import copy
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -140,6 +141,13 @@ def test_a_lucky_start_is_looked_at_again() -> None:
     assert found.split_ns == 1400
     assert not found.prefers_split
     assert len(list(rounds)) > 0  # it became clear on the way
+
+
+def test_what_stays_unclear_takes_no_more_rounds_than_there_is_time_for() -> None:
+    rounds = iter([(700, 1000), (1400, 1000)] * 6)
+    found = compared(lambda: next(rounds), wall=itertools.count(0, 1_500_000_000).__next__)
+    assert not found.prefers_split
+    assert len(list(rounds)) == 12 - 5
 
 
 def test_a_machine_that_slows_down_meanwhile_slows_both() -> None:

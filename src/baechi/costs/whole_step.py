@@ -7,7 +7,7 @@ docs/cost-model.md, "Where the numbers come from", has what becomes of the diffe
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -27,7 +27,7 @@ from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import buffers_kept, notes_kept, step_roots, values_kept
 
 # Longer steps are of longer operators, for which the difference is small.
-LONGEST_NS: Final = 1_000_000_000
+LONGEST_NS: Final = 300_000_000
 
 
 @final
@@ -47,6 +47,7 @@ class WholeStep:
         self.key = f"{'step' if gradients else 'forward'} of {traced.digest}"
         self._model, self._call = module.model, module.call
         self.gradients = gradients
+        self._result: Any = None  # of the latest forward, for its backward
         rows = traced.tensors
         self._most_bytes = sum(row.nbytes for row in rows) * (1 + gradients)
         self._most_bytes += gradients * sum(op.trained_bytes for op in traced.ops)
@@ -73,6 +74,7 @@ class WholeStep:
                     readings = list(timer.time(kinds, single=True))
         except Exception:  # whatever the model's own Python raises
             readings = []
+        self._result = None
         forward, backward = [*readings, Reading(0), Reading(0)][:2]
         return Measured(
             forward.ns,
@@ -96,10 +98,18 @@ class WholeStep:
             for t in self._call.tensors
         ]
         args, kwargs = self._call.structure.fill(inputs)
-        return partial(type(self._model).__call__, self._model, *args, **kwargs)
+        return partial(self._run, args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._result = result = type(self._model).__call__(self._model, *args, **kwargs)
+        return result
 
     def _backwards(self, n: int) -> Sequence[Run]:
-        rows = [step_roots(tensors_in(run())) for run in self._forwards(n)]
+        # Each is that of the forward whose turn was before.
+        result, self._result = self._result, None
+        results = [result] if result is not None else [run() for run in self._forwards(n)]
+        self._result = None
+        rows = [step_roots(tensors_in(result)) for result in results]
         seeded = [(roots, [torch.ones_like(root) for root in roots]) for roots in rows if roots]
         return [partial(torch.autograd.backward, *pair) for pair in seeded]
 

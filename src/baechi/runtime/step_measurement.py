@@ -44,6 +44,7 @@ _METERED: Final = 2
 # Rounds of a comparison: the fewest, and the most while it is not clear.
 _ROUNDS: Final = (3, 12)
 _LONG_ROUNDS: Final = (2, 3)  # of steps that take longer than a round should
+_ENOUGH_NS: Final = 4_000_000_000  # after so long, the fewest rounds do
 _MOST_STEPS: Final = 5  # of one round
 _ROUND_NS: Final = 500_000_000  # steps of a round take about as long, or there is one
 _GAIN: Final = 0.02  # less is taken for noise, and the split goes
@@ -330,13 +331,19 @@ def compare(split: Executable, single: Executable) -> Comparison:
     return found
 
 
-def compared(measure: Callable[[], Sequence[int]], *, long: bool = False) -> Comparison:
+def compared(
+    measure: Callable[[], Sequence[int]],
+    *,
+    long: bool = False,
+    wall: Callable[[], int] = time.perf_counter_ns,
+) -> Comparison:
     """What rounds of (split, single) times say, more of them while that is not clear.
 
     The two are compared within each round, so a machine whose speed changes changes both. Of `long`
-    steps few rounds are made.
+    steps few rounds are made, and of others no more than there is time for.
     """
     least, most = _LONG_ROUNDS if long else _ROUNDS
+    end = wall() + _ENOUGH_NS
     rows: list[Sequence[int]] = []
     while True:
         rows.append(measure())
@@ -345,7 +352,7 @@ def compared(measure: Callable[[], Sequence[int]], *, long: bool = False) -> Com
         split_ns, single_ns = (int(statistics.median(column)) for column in zip(*rows, strict=True))
         low, _, high = statistics.quantiles([one - two for two, one in rows], n=4)
         found = Comparison(split_ns, single_ns, int(high - low))
-        if found.is_clear or len(rows) == most:
+        if found.is_clear or len(rows) == most or wall() > end:
             return found
 
 
