@@ -100,7 +100,9 @@ def executable(
     placement = baechi.solve(graph, cpus(3), placer=baechi.RandomPlacer(seed))
     places = [torch.device("cpu")] * 3
     return Executable(
-        *(trace, placed_step(trace, placement, graph), placement, places, 1, options),
+        *(trace, placed_step(trace, placement, graph), placement, places),
+        threads=1,
+        options=options,
         graph=graph,
         cluster=cpus(3),
         batches=n,

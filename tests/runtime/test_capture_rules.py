@@ -48,7 +48,7 @@ def reasons(
     graph = traced.graph(made_up_profile(traced), training=training)
     placement = baechi.solve(graph, cpus(devices), placer=baechi.RandomPlacer(1))
     places = [torch.device("cpu")] * devices
-    executable = Executable(traced, graph, placement, places, None)
+    executable = Executable(traced, graph, placement, places)
     return {obstacle(traced.module, code, alone=alone) for code in executable._executor.bound.tapes}
 
 

@@ -32,8 +32,12 @@ def executable_of(
             options.ranks, options, traced, graph, placement, **microbatches
         )
     special = executable(
-        *(traced, placement, None, graph, options.cluster),
-        *(options.threads, options.compile, options.cuda_graphs),
+        *(traced, placement),
+        graph=graph,
+        cluster=options.cluster,
+        threads_per_device=options.threads,
+        compile=options.compile,
+        cuda_graphs=options.cuda_graphs,
         **microbatches,
     )
     if special.rhythm is not None:
@@ -63,8 +67,10 @@ def _executable_of_a_rank(
     **microbatches: Any,
 ) -> Executable:
     special = Executable(
-        *(traced, graph, placement, options.places, options.threads),
-        *(None, False, graph, options.cluster),
+        *(traced, graph, placement, options.places),
+        threads=options.threads,
+        graph=graph,
+        cluster=options.cluster,
         ranks=ranks,
         **microbatches,
     )

@@ -78,7 +78,12 @@ def apply(
     refuse_holding(model)
     state = PlacedState(model, ())  # which notes where the weights are, before they move
     special = executable(
-        *(traced, placement, devices, graph, cluster, threads_per_device, compile, cuda_graphs)
+        *(traced, placement, devices),
+        graph=graph,
+        cluster=cluster,
+        threads_per_device=threads_per_device,
+        compile=compile,
+        cuda_graphs=cuda_graphs,
     )
     state.places = special.places
     state.add(state.root, special.module.call, special)
@@ -88,7 +93,8 @@ def apply(
 def executable(
     traced: Traced,
     placement: Placement,
-    devices: Sequence[str | torch.device] | None,
+    devices: Sequence[str | torch.device] | None = None,
+    *,
     graph: OpGraph | None,
     cluster: Cluster | None,
     threads_per_device: int | None,
@@ -121,8 +127,12 @@ def executable(
         )
     options = compile_options(compile, places)
     return Executable(
-        *(traced, step, placement, places, threads_per_device),
-        *(options, cuda_graphs, graph, cluster),
+        *(traced, step, placement, places),
+        threads=threads_per_device,
+        options=options,
+        cuda_graphs=cuda_graphs,
+        graph=graph,
+        cluster=cluster,
         **microbatches,
     )
 
