@@ -482,6 +482,66 @@ def test_one_plan_is_for_all_losses_of_one_line() -> None:
     assert sum(len(entry.specializations) for entry in state.steps.values()) == 1
 
 
+FACTOR = 1.0
+
+
+def scaled(y: Tensor, t: Tensor) -> Tensor:
+    return FACTOR * criterion(y, t)
+
+
+class Annealed:
+    """A loss with a weight that its owner changes, and a count that it does not read."""
+
+    def __init__(self) -> None:
+        self.settings, self.steps_done = {"weight": 1.0}, 0
+
+    @property
+    def weight(self) -> float:
+        return self.settings["weight"]
+
+    def __call__(self, y: Tensor, t: Tensor) -> Tensor:
+        return self.weight * criterion(y, t)
+
+    @torch.enable_grad()
+    def method(self, y: Tensor, t: Tensor) -> Tensor:
+        return self(y, t)
+
+
+@pytest.mark.parametrize("kind", ["variable", "global", "callee", "object", "method", "partial"])
+def test_a_step_has_what_its_loss_reads_in_python_now(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that is annealed; the plans of earlier values are found again."""
+    placed, owner, values = lazily(Tied(), microbatches=2), Annealed(), [1.0, 2.0, 4.0, 1.0]
+    rows = [owner]
+    losses = {
+        "variable": lambda y, t: rows[0].settings["weight"] * criterion(y, t),
+        "global": scaled,
+        "callee": lambda y, t: 2 * scaled(y, t),
+        "object": owner,
+        "method": owner.method,
+    }
+    found = []
+    for value in values:
+        owner.settings["weight"] = value
+        owner.steps_done += 1
+        monkeypatch.setitem(globals(), "FACTOR", value)
+        loss = losses.get(kind) or partial(Annealed.__call__, owner)
+        found.append(placed.step(X, targets=T, loss=loss).item())
+    assert found == [value * found[0] for value in values]
+    assert len(baechi.runtime.derived_class.placed_state(placed).steps) == 3
+
+
+def test_what_is_no_loss_is_named() -> None:
+    placed = lazily(Tied(), microbatches=2)
+    with pytest.raises(TraceError, match="loss= returns a float"):
+        placed.step(X, targets=T, loss=lambda y, t: criterion(y, t).item())
+    with pytest.raises(TraceError, match="loss= returns a dict"):
+        placed.step(X, targets=T, loss=lambda y, t: {"rows": y.sum(), "loss": criterion(y, t)})
+    with pytest.raises(InputError, match=r"targets.*give loss= beside targets="):
+        placed.step(X, targets=T)
+
+
 def test_a_step_of_many_holds_what_one_of_few_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the order of turns goes back as soon as it can."""
 

@@ -292,7 +292,8 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
         if frame.f_globals.get("__name__", "").startswith("baechi."):
             return  # it is ours, about what forward returns
         raise TraceError(
-            f"{type(model).__name__} does not run on {call.shapes}: {_reason(error, model)}"
+            f"{type(model).__name__} does not run on {call.shapes or 'no tensors'}: "
+            f"{_reason(error, model)}"
         ) from error
 
 
