@@ -257,6 +257,11 @@ def test_a_model_that_cannot_be_traced_at_all(model: nn.Module) -> None:
     assert ("ValueError: no 2 dimensions today" in message) != runs
 
 
+def test_on_meta_no_error_says_that_the_model_runs() -> None:
+    with pytest.raises(baechi.TraceError, match="nothing shows whether it runs:\n.*reduction dim"):
+        baechi.trace(nn.Linear(4, 2, device="meta"), (torch.ones(2, 3),))
+
+
 def test_a_model_that_takes_what_cannot_be_traced() -> None:
     with pytest.raises((baechi.TraceError, baechi.InputError), match="Box"):
         baechi.trace(TakesABox(), (Box(X),))

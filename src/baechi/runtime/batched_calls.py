@@ -68,11 +68,12 @@ class Microbatches:
         size = self._size(call, dims)
         if size % self.n:
             divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            less = size - size % self.n
+            sizes = f"{less} or {less + self.n}" if less else self.n
             raise InputError(
                 f"a batch of {size} cannot be cut into {self.n} equal micro-batches. Give a batch "
-                f"of {size - size % self.n or self.n} or {size - size % self.n + self.n} (a "
-                f"DataLoader's last one goes with drop_last=True), or microbatches= one of "
-                f"{divisors}."
+                f"of {sizes} (a DataLoader's last one goes with drop_last=True), or microbatches= "
+                f"one of {divisors}."
             )
         parts = [
             (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)

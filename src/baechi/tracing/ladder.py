@@ -260,10 +260,12 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-    if not places:
+    meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
+    if not (places or meta):
         _refuse_failing(model, call)
+    runs = ", and on meta nothing shows whether it runs" if meta else ", though it runs"
     failure = TraceError(
-        f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
+        f"{type(model).__name__} cannot be traced{runs}:\n{_distinct(attempts)}\n"
         f"{'' if call.may_ask else _MAY_NOT_ASK}"
         "Control flow that looks at numbers in tensors must be inside a submodule, which then "
         "stays whole; the outermost forward may read numbers of integers among its arguments, and "
@@ -280,8 +282,6 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
 
     It runs as the user would run it, with its hooks, on whose notes forward may rely.
     """
-    if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
-        return
     try:
         with quiet(), unchanged(model):
             _run_on_copies(model, call)
