@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_traced_at_all(model: nn.Module) -> None:
 
 
 def test_on_meta_no_error_says_that_the_model_runs() -> None:
-    with pytest.raises(baechi.TraceError, match="nothing shows whether it runs:\n.*reduction dim"):
+    with pytest.raises(baechi.TraceError, match=r"nothing shows whether it runs:\n.*reduction dim"):
         baechi.trace(nn.Linear(4, 2, device="meta"), (torch.ones(2, 3),))
 
 

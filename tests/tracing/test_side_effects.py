@@ -1,12 +1,13 @@
 """What a forward leaves in its model: buffers are written, and nothing of a tracer stays."""
 
+import collections
 import copy
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from placed import EXACT, again_at_random, assert_same_values
+from placed import EXACT, again_at_random, assert_same_values, lazily
 from torch import Tensor, nn
 
 import baechi
@@ -190,3 +191,53 @@ def test_no_tensor_of_a_tracer_is_remembered(way: str, whole: bool) -> None:
     assert torch.equal(y, fresh(X))
     assert torch.equal(placed.unplace()(X), y)
     assert type(model[1].table(len(X))) is Tensor
+
+
+class Part(nn.Module):
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(4, 4), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.settings["scale"]
+
+
+class Sharing(nn.Module):
+    """Settings that parts share with the caller, and notes that forward makes."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(settings) for _ in range(2))
+        self.settings, self.shapes = settings, ([1.0], {"bias": [2.0]})
+        self.notes: dict[str, list[Tensor]] = collections.defaultdict(list)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x) + self.shapes[1]["bias"][0] + self.shapes[0][0]
+        self.notes["outputs"].append(x.detach())
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:forward of this Sharing changes notes")
+def test_a_model_goes_on_sharing_its_lists_and_dicts() -> None:
+    settings = {"scale": 1.0}
+    model = Sharing(settings)
+    plain = copy.deepcopy(model)
+    shapes, notes = model.shapes, model.notes
+    placed = lazily(model)
+    for scale, bias in ((1.0, 2.0), (3.0, 2.0), (3.0, 5.0)):
+        settings["scale"] = plain.settings["scale"] = scale
+        shapes[1]["bias"][0] = plain.shapes[1]["bias"][0] = bias
+        assert torch.equal(placed(X), plain(X))
+        assert model.shapes is shapes
+        assert all(part.settings is settings for part in (model, *model.parts))
+        assert model.notes is notes
+        assert not notes
+    placed.unplace()
+
+
+def test_torch_still_copies_lists() -> None:
+    model = Sharing({"scale": 1.0})
+    settings = model.settings
+    torch.export.export(model, (X,), strict=False)
+    assert model.settings is not settings

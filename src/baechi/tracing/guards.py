@@ -146,7 +146,7 @@ _PLAIN: Final = (
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 _NO_RECORDS: Final = (*_PLAIN, nn.Module, ModuleType, type, list, tuple, set, frozenset, dict)
 # Modes, hooks, parameters: checked elsewhere; and what `generate` of transformers alone reads.
-_OF_TORCH: Final = frozenset((*vars(nn.Module()), "generation_config"))
+OF_TORCH: Final = frozenset((*vars(nn.Module()), "generation_config"))
 
 
 @final
@@ -218,7 +218,7 @@ class Attributes:
             for owner, names in ((vars(module), _own(module)), (module, _of_class(module))):
                 if names:
                     self._rows.append(_Row(path, owner, names))
-            own = {name: v for name, v in vars(module).items() if name not in _OF_TORCH}
+            own = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
             self._look_into(path, vars(module), own, seen)
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
@@ -351,7 +351,7 @@ class Attributes:
 
 
 def _own(module: nn.Module) -> list[str]:
-    return [name for name, v in vars(module).items() if name not in _OF_TORCH and _is_plain(v)]
+    return [name for name, v in vars(module).items() if name not in OF_TORCH and _is_plain(v)]
 
 
 def _is_record(value: Any, depth: int = 3) -> bool:

@@ -57,6 +57,7 @@ from baechi.tracing.pytrees import Structure
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
+    containers_kept,
     draws_kept,
     unchanged,
 )
@@ -103,7 +104,12 @@ def _non_strict(
             sets[:] = before.named_since() + drew
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
-    with watched(model, mode) as functions, closing(outside), frugal_export():
+    with (
+        watched(model, mode) as functions,
+        closing(outside),
+        frugal_export(),
+        containers_kept(model),
+    ):
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
         module = program.module()

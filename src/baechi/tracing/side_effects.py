@@ -33,13 +33,14 @@ from baechi.torch_support.torch_internals import (
     version_of,
     without_gradient_hooks,
 )
-from baechi.tracing.guards import model_line
+from baechi.tracing.guards import OF_TORCH, model_line
 from baechi.tracing.pytrees import is_container
 
 _REGISTER: Final = (
     "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "
     "argument, or let it need none (requires_grad_(False))."
 )
+_HOLDERS: Final = (list, dict, deque)
 _NO_TENSORS: Final = (nn.Module, int, float, str, type(None))  # most of a model's attributes
 
 
@@ -108,15 +109,49 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         _undo_writes(loose)
-        for holder, own in before:
-            now = dict(_entries(holder))
-            if now.keys() == own.keys() and all(now[key] is own[key] for key in own):
-                continue
+        _put_back(before)
+
+
+@contextmanager
+def containers_kept(model: nn.Module) -> Iterator[None]:
+    """Export inside: the model has the very lists and dicts that it had, with what was in them.
+
+    torch.export lets all attributes be as they were, but puts copies in the place of containers, so
+    that the model and what shares one with it, such as the caller, would part (2.13,
+    `_detect_attribute_assignment`; `test_torch_still_copies_lists` fails when torch is mended).
+    """
+    before = [(vars(module), vars(module).copy()) for module in model.modules()]
+    left = [v for _, own in before for name, v in own.items() if name not in OF_TORCH]
+    held: dict[int, tuple[Any, dict[Any, Any]]] = {}
+    while left:
+        value = left.pop()
+        if type(value) in pytree.SUPPORTED_NODES and not isinstance(value, _HOLDERS):
+            value = getattr(value, "__dict__", value)
+        if isinstance(value, _HOLDERS) and id(value) not in held:
+            held[id(value)] = value, dict(_entries(value))
+            left += held[id(value)][1].values()
+        elif isinstance(value, tuple):
+            left += value
+    try:
+        yield
+    finally:
+        for now, own in before:
+            now.update({name: value for name, value in own.items() if name not in OF_TORCH})
+        _put_back(held.values())
+
+
+def _put_back(rows: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
+    """Let lists and dicts hold what they held."""
+    for holder, own in rows:
+        now = dict(_entries(holder))
+        if now.keys() == own.keys() and all(now[key] is own[key] for key in own):
+            continue
+        if isinstance(holder, dict):
+            dict.clear(holder)
+            dict.update(holder, own)
+        else:
             holder.clear()
-            if isinstance(holder, dict):
-                holder.update(own)
-            else:
-                holder.extend(own.values())
+            holder.extend(own.values())
 
 
 @contextmanager
