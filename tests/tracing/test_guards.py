@@ -287,6 +287,27 @@ def test_what_a_model_holds_is_seen_to_change(name: str) -> None:
     assert not same
 
 
+class Hiding(nn.Module):
+    """Its teacher is in a list, so that it is no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(6, 6), [nn.Linear(6, 6).requires_grad_(False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) - self.teacher[0](x)
+
+
+def test_a_module_in_a_list_is_seen_to_be_exchanged() -> None:
+    model, x = Hiding(), torch.arange(12.0).view(2, 6)
+    plain = copy.deepcopy(model)
+    module = placed.lazily(model)
+    for _ in range(2):
+        assert torch.equal(module(x), plain(x))
+        model.teacher[0] = plain.teacher[0] = copy.deepcopy(plain.linear).requires_grad_(False)
+    module.unplace()
+
+
 def test_a_model_that_is_as_it_was_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look at each of its attributes, until it is changed, and then again."""
     model = Model().eval()

@@ -133,6 +133,15 @@ def test_a_hook_comes_and_goes_after_placing() -> None:
     assert len(seen) == 1
 
 
+def test_a_loss_on_what_a_hook_kept_is_refused() -> None:
+    model, seen = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
+    model[2].register_forward_hook(lambda _m, _a, out: seen.append(out))
+    module = placed.lazily(model)
+    y = module(X)
+    with pytest.raises(RuntimeError, match="a tensor that a hook kept of a placed model"):
+        (y.sum() + seen[0].square().sum()).backward()
+
+
 def test_what_runs_again_is_observed_once_and_without_a_graph() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     seen: list[Any] = []

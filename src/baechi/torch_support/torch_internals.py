@@ -85,6 +85,13 @@ class TapeEnd(torch.autograd.Function):
         return (None, *seeds)
 
 
+_KEPT: Final = (
+    "a loss reads a tensor that a hook kept of a placed model, and gradients flow from the model's "
+    "outputs alone. Let forward return it (hooks may keep values, `output.detach()`), or work on "
+    "placed.unplace()."
+)
+
+
 def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The same tensors as the beginning of a graph of their own.
 
@@ -92,7 +99,7 @@ def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     This node (torch's own, for `once_differentiable`) shares storage and keeps nothing; backward
     stops at its edges and never runs it.
     """
-    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
+    node = torch._C._functions.DelayedError(_KEPT, len(tensors) + 1)
     seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
     found: Sequence[torch.Tensor] = node(seed, *tensors)
     return found[1:]

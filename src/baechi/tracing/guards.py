@@ -158,7 +158,8 @@ class _Row:
         self.path, self.owner, self.names = path, owner, tuple(names)
         self._read = _reader(owner, self.names)
         values = self._read(owner)
-        same = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, _ITSELF)}
+        leaves = pytree.tree_leaves(values)
+        same = {id(leaf): leaf for leaf in leaves if isinstance(leaf, (*_ITSELF, nn.Module))}
         self._values = copy.deepcopy(values, same)
         self._tensors = _tensors(values)
 
@@ -203,7 +204,8 @@ class Attributes:
     """The plain attributes of a model's modules as they are now.
 
     Plain are numbers, strings, flags, functions, tensors, and lists, tuples, sets and dicts of
-    these. A tensor counts by its identity, since a placed model reads its contents. Of records
+    these. A tensor counts by its identity, since a placed model reads its contents; so does a
+    module that is in a list and not registered, as in `self.teacher = [teacher]`. Of records
     (configurations, dataclasses, namespaces) the plain attributes count, too, once for all modules
     that share one; a record counts by its identity besides. Other objects are not looked into.
     Attributes that come later count if they hide one of the class, as `layer.forward = f` does.
@@ -351,7 +353,8 @@ class Attributes:
 
 
 def _own(module: nn.Module) -> list[str]:
-    return [name for name, v in vars(module).items() if name not in OF_TORCH and _is_plain(v)]
+    held = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
+    return [name for name, v in held.items() if _is_plain(v, (*_PLAIN, nn.Module))]
 
 
 def _is_record(value: Any, depth: int = 3) -> bool:
@@ -418,12 +421,12 @@ def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, kinds: tuple[Any, ...] = _PLAIN) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
+        return all(_is_plain(row, kinds) for row in value)
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(row) for key, row in value.items())
-    return isinstance(value, _PLAIN)
+        return all(_is_plain(row, kinds) for pair in value.items() for row in pair)
+    return isinstance(value, kinds)
 
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check
