@@ -532,6 +532,21 @@ def test_a_step_has_what_its_loss_reads_in_python_now(
     assert len(baechi.runtime.derived_class.placed_state(placed).steps) == 3
 
 
+def test_what_a_loss_notes_in_a_dict_is_warned_of_and_not_left_by_its_trace() -> None:
+    placed, notes, calls = lazily(Tied(), microbatches=2), {}, [0]
+
+    def noting(y: Tensor, t: Tensor) -> Tensor:
+        calls[0] += 1
+        notes["loss"] = criterion(y, t)
+        return notes["loss"]
+
+    with pytest.warns(UserWarning, match="changes values_of_loss in Python"):
+        placed.step(X, targets=T, loss=noting)
+    placed.step(X, targets=T, loss=noting)
+    assert (notes, calls) == ({}, [0])
+    assert len(baechi.runtime.derived_class.placed_state(placed).steps) == 1
+
+
 def test_what_is_no_loss_is_named() -> None:
     placed = lazily(Tied(), microbatches=2)
     with pytest.raises(TraceError, match="loss= returns a float"):

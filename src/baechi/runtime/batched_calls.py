@@ -34,6 +34,7 @@ from baechi.validation import check_is, check_positive
 
 TARGETS: Final = "targets"
 _PLAIN: Final = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+_MOST_READ: Final = 1_000  # elements of a list or a dict; of a longer one none is looked at
 _READS: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _LIBRARIES: Final = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _MOST_CHOSEN: Final = 32  # micro-batches, where their number is to be chosen
@@ -186,6 +187,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        self.values_of_loss = _read_by(loss)[1]  # which a trace leaves as they were
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss."""
@@ -258,7 +260,15 @@ def key_of_loss(loss: Callable[..., Any] | None) -> Any:
     functions of the same program read that it calls. Tensors count by their identity, since plans
     read their contents anew, and so does a module, whose settings the plan guards itself.
     """
-    return _Itself(loss) if isinstance(loss, nn.Module) else _found(loss, frozenset(), {})
+    return _read_by(loss)[0]
+
+
+def _read_by(loss: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
+    """Its key; and the lists and dicts that it reads, or may write into."""
+    seen: dict[Any, Any] = {}
+    key = _Itself(loss) if isinstance(loss, nn.Module) else _found(loss, frozenset(), seen)
+    rows = [value for value in seen.values() if type(value) in (list, dict)]
+    return key, [row for row in rows if len(row) < _MOST_READ]
 
 
 def _found(value: Any, names: frozenset[str], seen: dict[Any, Any]) -> Any:
@@ -274,7 +284,7 @@ def _found(value: Any, names: frozenset[str], seen: dict[Any, Any]) -> Any:
     kind: Any = type(value)
     if isinstance(value, partial):
         inner = [value.func, *value.args, *value.keywords.items()]
-    elif isinstance(value, dict | list | tuple | set | frozenset):
+    elif isinstance(value, dict | list | tuple | set | frozenset) and len(value) < _MOST_READ:
         inner = [*value, *(value.values() if isinstance(value, dict) else ())]
     elif isinstance(value, FunctionType) and not _is_own(value):
         kind, inner = _Itself(value), [getattr(value, "__wrapped__", None)]
