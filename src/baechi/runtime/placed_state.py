@@ -36,13 +36,13 @@ from baechi.runtime.batched_calls import (
     BatchWeights,
     Microbatches,
     ModelWithLoss,
-    key_of_loss,
     step_call,
     train,
 )
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cpu_workers import RunningCall
 from baechi.runtime.executors.rank_slice import RankCall
+from baechi.runtime.loss_key import key_of_loss
 from baechi.runtime.specialization import CallLock, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.weights import move
