@@ -406,6 +406,24 @@ def test_what_came_makes_room_for_what_an_operator_sends() -> None:
     assert 0 <= min(rows) <= max(rows) <= 0.01
 
 
+class Again(nn.Module):
+    """A weight of many readers, with a layer between each two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(self.shared(x).tanh()).tanh()
+        return x
+
+
+def test_gradients_of_a_weight_that_many_tapes_read_are_added_up_as_they_come() -> None:
+    assert min(errors(Again(), (torch.randn(32, 64),), 2, 3)) >= 0
+
+
 def test_results_of_one_operator_cross_once_each() -> None:
     rows = errors(Shared(twice=True), (torch.randn(256, 64),), 2, 3)
     assert min(rows) >= 0

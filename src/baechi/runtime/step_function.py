@@ -103,10 +103,9 @@ class Leaves:
 
         Then autograd has gradients of another step of it.
         """
-        current, before = backward_id(), set()
-        for parameter, _ in self.repeated:
-            before.add(_BACKWARD.get(parameter))
-            _BACKWARD[parameter] = current
+        current = backward_id()
+        before = {_BACKWARD.get(parameter) for parameter, _ in self.repeated}
+        _BACKWARD.update((parameter, current) for parameter, _ in self.repeated)
         return current in before
 
 
