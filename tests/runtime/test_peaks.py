@@ -424,6 +424,53 @@ def test_gradients_of_a_weight_that_many_tapes_read_are_added_up_as_they_come() 
     assert min(errors(Again(), (torch.randn(32, 64),), 2, 3)) >= 0
 
 
+class Late(nn.Module):
+    """Parts that another device reads, and operators in between that keep much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.read = nn.ModuleList(nn.Linear(64, 4) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x).tanh()
+        between = x.sigmoid().sigmoid()
+        read = [layer(made[i]).tanh() for i, layer in enumerate(self.read)]
+        return torch.cat(read, -1).sum() + between.sum()
+
+
+def test_parts_that_come_from_another_device_become_the_whole_first() -> None:
+    traced = baechi.trace(Late(), (torch.randn(8, 64, 64, requires_grad=True),))
+    graph = traced.graph(baechi.estimate(traced, "cpu"))
+    pins = {op.name: cpus(2).devices["read" in op.name].name for op in traced.ops}
+    placement = baechi.solve(graph, cpus(2), constraints=baechi.Constraints(pins=pins))
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(2), threads_per_device=1)
+    seen, said = placed.measure(1).peak_bytes[0], placed.schedule.peak_bytes[0]
+    placed.unplace()
+    assert seen <= said <= 1.15 * seen
+
+
+class Rates(nn.Module):
+    """A loop that takes parts of what was made before it, with operators in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.rate(x).exp()
+        gate = (x * x.tanh()).sigmoid()
+        state = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            state = state * rate[:, t] + gate[:, t]
+        return state
+
+
+def test_parts_that_have_become_the_whole_are_counted_once() -> None:
+    (error,) = errors(Rates(), (torch.randn(16, 24, 16, requires_grad=True),), 1, 1)
+    assert 0 <= error <= 0.15
+
+
 def test_results_of_one_operator_cross_once_each() -> None:
     rows = errors(Shared(twice=True), (torch.randn(256, 64),), 2, 3)
     assert min(rows) >= 0

@@ -16,6 +16,7 @@ Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple, final
@@ -107,32 +108,45 @@ class _Gradients:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
+        waiting, (_, sent) = self._waiting(), self._flow()
         for base, places in taken.items():
             nbytes = self._nbytes(base)
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
-            known = self._waiting(base) if base.op == "get_attr" and len(places) == 1 else 0
-            for rank in between:
+            known, later = 0, sorted(waiting[base])
+            for rank in reversed(between):
+                while later and later[-1] > self._positions[rank]:
+                    known += waiting[base][later.pop()]
                 self.running[rank] += max(nbytes - known, 0)
+                if base.op != "get_attr":
+                    # Parts from other tapes become the whole before the tape's first operator.
+                    sums = known + (2 * nbytes if len(places) > 1 else 0)
+                    self.ending[rank] = max(self.ending[rank], sums - sent[self.ops[rank]])
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
                     self.ending[rank] = max(self.ending[rank], total)
 
-    def _waiting(self, state: fx.Node) -> int:
-        """Bytes of gradients of a parameter's parts, which in the graph wait for its own operator.
+    def _waiting(self) -> dict[fx.Node, Counter[int]]:
+        """Bytes of the gradients of parts of each tensor in the graph, by where parts were taken.
 
-        That goes backward last, while autograd puts them together where the parts were taken. None
-        if the operator makes other tensors, too.
+        There they wait for the tensor's own operator. On its tape autograd goes backward in the
+        reverse of the program: those of parts that were taken after an operator are the whole by
+        its turn, and no longer beside it.
         """
-        rows = enumerate(self.traced.module.nodes)
-        op, nodes = next((row for row in rows if state in row[1]), (-1, ()))
-        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
-            return 0
-        parts = (tensor for tensor in self.traced.made[op] if tensor.differentiable)
-        return sum(sum(t.gradient_bytes or (t.nbytes,) * len(t.consumers)) for t in parts)
+        op_of = {node: op for op, nodes in enumerate(self.traced.module.nodes) for node in nodes}
+        found: dict[fx.Node, Counter[int]] = defaultdict(Counter)
+        for node, own in op_of.items():
+            readers = {op_of.get(user) for user in node.users} & self.traced.differentiated - {own}
+            nbytes = len(readers) * self._nbytes(node)
+            base = self._viewed(node)
+            part = node
+            while nbytes and base is not None and op_of.get(base) == own:
+                found[base][self._place[part]] += nbytes
+                part, base = base, self._viewed(base)
+        return found
 
     def add_joins(self) -> None:
         """Add gradients of joined tensors, of which the graph has the parts.
@@ -141,7 +155,7 @@ class _Gradients:
         only where more has come since than it is large: gradients of parameters, and what goes in
         and out of an operator.
         """
-        flow = self._flow()
+        flow = [*map(sum, zip(*self._flow(), strict=True))]
         inner: set[fx.Node] = set()
         for node, place in reversed(self._place.items()):
             if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
@@ -161,16 +175,16 @@ class _Gradients:
         """The ranks of nodes that compute from one position to another."""
         return range(bisect_left(self._positions, first), bisect_right(self._positions, last))
 
-    def _flow(self) -> list[int]:
-        """Bytes of the gradients that come to each operator and leave it."""
-        flow = [0] * len(self.traced.ops)
+    def _flow(self) -> tuple[list[int], list[int]]:
+        """Bytes of the gradients that come to each operator, and of those that leave it."""
+        came, sent = [0] * len(self.traced.ops), [0] * len(self.traced.ops)
         for tensor in self.traced.tensors:
             if tensor.differentiable:
                 sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
                 for op, nbytes in zip(tensor.consumers, sizes, strict=True):
-                    flow[op] += nbytes
-                    flow[tensor.producer] += nbytes
-        return flow
+                    sent[op] += nbytes
+                    came[tensor.producer] += nbytes
+        return came, sent
 
     def _last_use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> int:
         """The position down to which a reader's gradient of a node is held."""
