@@ -10,7 +10,10 @@ read. Autograd goes backward node by node, in the reverse of the program, and ho
                             last of them is used
 
 Both are counted for all operators whose nodes lie between. Which of them share a device is not
-known; so where they are apart this is more than is held, and never less.
+known; so where they are apart this is more than is held, and never less. On a tape autograd goes
+backward in the reverse of the program, so parts that were taken after an operator are the whole by
+its turn: the whole is counted less their gradients, which in the graph wait for its own operator.
+Parts that other tapes send become the whole before the first operator of its tape.
 
 Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
 """
@@ -121,8 +124,9 @@ class _Gradients:
                 self.running[rank] += max(nbytes - known, 0)
                 if base.op != "get_attr":
                     # Parts from other tapes become the whole before the tape's first operator.
-                    sums = known + (2 * nbytes if len(places) > 1 else 0)
-                    self.ending[rank] = max(self.ending[rank], sums - sent[self.ops[rank]])
+                    op, sums = self.ops[rank], known + (2 * nbytes if len(places) > 1 else 0)
+                    made = sent[op] + self.traced.ops[op].shared_bytes  # what is not there yet
+                    self.ending[rank] = max(self.ending[rank], sums - made)
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
@@ -132,9 +136,7 @@ class _Gradients:
     def _waiting(self) -> dict[fx.Node, Counter[int]]:
         """Bytes of the gradients of parts of each tensor in the graph, by where parts were taken.
 
-        There they wait for the tensor's own operator. On its tape autograd goes backward in the
-        reverse of the program: those of parts that were taken after an operator are the whole by
-        its turn, and no longer beside it.
+        There they wait for the tensor's own operator.
         """
         op_of = {node: op for op, nodes in enumerate(self.traced.module.nodes) for node in nodes}
         found: dict[fx.Node, Counter[int]] = defaultdict(Counter)
