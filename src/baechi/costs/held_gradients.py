@@ -10,16 +10,12 @@ read. Autograd goes backward node by node, in the reverse of the program, and ho
                             last of them is used
 
 Both are counted for all operators whose nodes lie between. Which of them share a device is not
-known; so where they are apart this is more than is held, and never less. On a tape autograd goes
-backward in the reverse of the program, so parts that were taken after an operator are the whole by
-its turn: the whole is counted less their gradients, which in the graph wait for its own operator.
-Parts that other tapes send become the whole before the first operator of its tape.
+known; so where they are apart this is more than is held, and never less.
 
 Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple, final
@@ -111,44 +107,37 @@ class _Gradients:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
-        waiting, (_, sent) = self._waiting(), self._flow()
+        _, sent = self._flow()
         for base, places in taken.items():
             nbytes = self._nbytes(base)
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
-            known, later = 0, sorted(waiting[base])
-            for rank in reversed(between):
-                while later and later[-1] > self._positions[rank]:
-                    known += waiting[base][later.pop()]
+            known = self._waiting(base) if base.op == "get_attr" and len(places) == 1 else 0
+            for rank in between:
                 self.running[rank] += max(nbytes - known, 0)
-                if base.op != "get_attr":
-                    # Parts from other tapes become the whole before the tape's first operator.
-                    op, sums = self.ops[rank], known + (2 * nbytes if len(places) > 1 else 0)
-                    made = sent[op] + self.traced.ops[op].shared_bytes  # what is not there yet
-                    self.ending[rank] = max(self.ending[rank], sums - made)
+                if base.op != "get_attr" and len(places) > 1:
+                    # Parts from other tapes are added up before the tape's first operator.
+                    made = sent[self.ops[rank]] + self.traced.ops[self.ops[rank]].shared_bytes
+                    self.ending[rank] = max(self.ending[rank], 2 * nbytes - made)
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
                     self.ending[rank] = max(self.ending[rank], total)
 
-    def _waiting(self) -> dict[fx.Node, Counter[int]]:
-        """Bytes of the gradients of parts of each tensor in the graph, by where parts were taken.
+    def _waiting(self, state: fx.Node) -> int:
+        """Bytes of gradients of a parameter's parts, which in the graph wait for its own operator.
 
-        There they wait for the tensor's own operator.
+        That goes backward last, while autograd puts them together where the parts were taken. None
+        if the operator makes other tensors, too.
         """
-        op_of = {node: op for op, nodes in enumerate(self.traced.module.nodes) for node in nodes}
-        found: dict[fx.Node, Counter[int]] = defaultdict(Counter)
-        for node, own in op_of.items():
-            readers = {op_of.get(user) for user in node.users} & self.traced.differentiated - {own}
-            nbytes = len(readers) * self._nbytes(node)
-            base = self._viewed(node)
-            part = node
-            while nbytes and base is not None and op_of.get(base) == own:
-                found[base][self._place[part]] += nbytes
-                part, base = base, self._viewed(base)
-        return found
+        rows = enumerate(self.traced.module.nodes)
+        op, nodes = next((row for row in rows if state in row[1]), (-1, ()))
+        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
+            return 0
+        parts = (tensor for tensor in self.traced.made[op] if tensor.differentiable)
+        return sum(sum(t.gradient_bytes or (t.nbytes,) * len(t.consumers)) for t in parts)
 
     def add_joins(self) -> None:
         """Add gradients of joined tensors, of which the graph has the parts.
