@@ -52,6 +52,22 @@ def test_one_sample_is_told_apart_from_any_number() -> None:
     assert dimensions(lambda _, h: h.view(h.shape[0], 2, 2), (1, 4)).outputs == (0,)
 
 
+def test_samples_in_rounds_are_told_apart_and_put_back() -> None:
+    def experts(_: Model, h: Tensor) -> Tensor:
+        """As those of Llama 4, of which each reads all tokens."""
+        read = h.repeat(4, 1) * h.t().reshape(-1, 1)
+        return h + torch.bmm(read.view(4, -1, 4), torch.ones(4, 4, 4)).sum(0)
+
+    assert dimensions(experts).outputs == (0,)
+    time_first = dimensions(lambda _, h: h.reshape(-1, 4).view(2, -1, 4) * 2, (2, 3, 4), 1)
+    assert time_first.outputs == (1,)
+
+
+def test_a_tensor_may_give_its_type_to_one_without_samples() -> None:
+    table = torch.ones(4, dtype=torch.float64)
+    assert dimensions(lambda _, h: h + table.type_as(h)).outputs == (0,)
+
+
 def test_the_last_token_of_every_sample_is_its_own() -> None:
     def last(_: Model, h: Tensor) -> Tensor:
         return h[torch.arange(h.shape[0], device=h.device), (h > 0).sum(1).clamp(max=3)]
@@ -77,7 +93,11 @@ def test_batch_norm_is_remarked_and_evaluation_is_not() -> None:
         (lambda _, h: h - h.mean(0), "mean.*mixes the samples.*sub.*for every sample"),
         (lambda _, h: functional.normalize(h, dim=0), "norm.*mixes the samples"),
         (lambda _, h: h[torch.randperm(h.shape[0])], "index.*picks samples"),
-        (lambda _, h: h.repeat(2, 1), "repeats the samples"),
+        (lambda _, h: h.repeat(2, 1), "repeat .*returns the samples in rounds"),
+        (lambda _, h: h.repeat(2, 1) + h.repeat_interleave(2, 0), "add .*in different orders"),
+        (lambda _, h: h.expand(2, *h.shape).reshape(-1, 4), "reshape .*in rounds"),
+        (lambda _, h: h.t().reshape(-1) + h.reshape(-1), "add .*in different orders"),
+        (lambda _, h: h.reshape(2, -1), "reshape .*mixes the samples.*takes samples apart"),
         (lambda _, h: h.mean(0), "mean.*the model returns what is made of that"),
         (lambda _, h: (h, h.sum()), "sum.*placed.step"),
         (lambda _, h: (h, torch.arange(3)), "output 1 .* has no batch dimension"),
@@ -105,6 +125,15 @@ def test_an_argument_that_forward_writes_is_refused() -> None:
     traced = baechi.trace(Writer(), (torch.ones(3),))
     with pytest.raises(InputError, match="writes into its argument 'x'"):
         batch_dimensions(traced, call, loss=False, say=lambda _: None)
+
+
+def test_a_write_to_what_the_backward_reads_is_refused() -> None:
+    def clip(model: Model, h: Tensor) -> Tensor:
+        model.layer.weight.data.clamp_(-1, 1)
+        return model.layer(h)
+
+    with pytest.raises(InputError, match=r"clamp_ .*writes into 'layer.weight' in every micro"):
+        dimensions(clip)
 
 
 @pytest.mark.parametrize(

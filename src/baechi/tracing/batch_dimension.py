@@ -6,6 +6,7 @@ itself; so an operator that mixes samples is refused, by its name and line:
 
     x @ x.T                 a value has the batch in two dimensions
     softmax(x, 0)           it couples along the batch dimension (`_ALONG`)
+    x.repeat(2, 1) + y      samples in two orders, [a b a b] and [a a b b] (`_rounds`)
     x - x.mean(0)           a value without the batch is read where the samples are
     x.mean(), a loss        allowed: it feeds numbers alone
     batch norm              allowed: each micro-batch is normalized by itself, which remarks say
@@ -14,8 +15,10 @@ Complexity: O(nodes + edges), and a trace.
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final, final
 
 import torch
@@ -54,6 +57,14 @@ _SHAPES: Final = frozenset(
     (
         *("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like"),
         *("full_like", "empty_like", "sym_size", "size", "dim", "numel", "_shape_as_tensor"),
+    )
+)
+# Those that give the first argument's values on, in the type or the shape of the second.
+_LIKE: Final = frozenset(("type_as", "to", "view_as", "reshape_as", "expand_as"))
+_RESHAPES: Final = frozenset(
+    (
+        *("view", "_unsafe_view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"),
+        *("squeeze", "unsqueeze"),
     )
 )
 _BATCH_NORMS: Final = frozenset(
@@ -148,6 +159,8 @@ class _Rows:
             longer = max(nodes, others, key=len)
             self._refuse_other(longer[min(len(nodes), len(others))], None)
         self._tainted: dict[fx.Node, fx.Node] = {}  # with the node that mixed the samples
+        # How often all samples come along the batch dimension, as twice in [a b a b].
+        self._rounds: dict[fx.Node, int] = defaultdict(lambda: 1)
         self._remarks: dict[str, None] = {}
 
     def _refuse_other(self, node: fx.Node, other: fx.Node | None) -> None:
@@ -169,6 +182,7 @@ class _Rows:
                     f"forward writes into its argument {name!r}, which micro-batches do not give "
                     "back. Let it write into a copy (x = x.clone())."
                 )
+        self._check_writes()
         for node in graph.nodes:
             if node.op not in ("placeholder", "get_attr", "output") and node.users:
                 self._visit(node)
@@ -179,11 +193,28 @@ class _Rows:
         ]
         return BatchDimensions(tuple(outputs), tuple(self._remarks))
 
+    def _check_writes(self) -> None:
+        """Refuse a write to what the backward of an earlier micro-batch may still read."""
+        facts = self._one.facts
+        read = {storage for fact in facts.nodes.values() for storage in fact.saved}
+        for node, fact in facts.nodes.items():
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                for name in (facts.storages[storage].attribute for storage in fact.writes & read):
+                    if name is not None:
+                        raise InputError(
+                            f"{op_and_line(node)} writes into {name.removeprefix('model.')!r} in "
+                            "every micro-batch, and the backward of one before may still read it. "
+                            "Let forward write into a copy, or do without; or give "
+                            "microbatches=None."
+                        )
+
     def _visit(self, node: fx.Node) -> None:
         """Follow what a node does to the samples."""
-        given = [arg for arg in node.all_input_nodes if set(self._dims[arg]) - {None}]
-        origins = [self._tainted[arg] for arg in node.all_input_nodes if arg in self._tainted]
-        if operator_name(node) in _SHAPES:
+        name = operator_name(node)
+        read = node.all_input_nodes[: 1 if name in _LIKE else None]
+        given = [arg for arg in read if set(self._dims[arg]) - {None}]
+        origins = [self._tainted[arg] for arg in read if arg in self._tainted]
+        if name in _SHAPES:
             return
         if given and node.target is not operator.getitem:
             self._check(node)
@@ -191,12 +222,34 @@ class _Rows:
             indices = [index for index in _listed(node.args[1]) if index is not None]
             self._check_index(node, node.args[0], indices)
         dims = self._dims[node]
+        if given and node.op != "call_module":
+            self._rounds[node] = self._count_rounds(node, name, given)
         if origins:
             self._tainted[node] = origins[0]
             if any(dim is not None for dim in dims):
                 self._refuse(origins[0], f"and {op_and_line(node)} reads that for every sample")
         elif given and dims and all(dim is None for dim in dims) and not self._is_item(node):
             self._tainted[node] = node
+
+    def _count_rounds(self, node: fx.Node, name: str, given: Sequence[fx.Node]) -> int:
+        """The rounds of all samples in a node's values."""
+        found = {self._rounds[arg] for arg in given}
+        if len(found) > 1:
+            self._refuse(node, "it reads values with the samples in different orders")
+        (rounds,) = found
+        (dim, *_), (new, *_) = self._dims[given[0]], self._dims[node] or (None,)
+        if dim is None or new is None:
+            return rounds
+        before, after = (_shapes(each, self._one.facts)[0] for each in (given[0], node))
+        if name in ("repeat", "tile"):
+            arguments = node_arguments(node)
+            counts = _listed(arguments.get("repeats", arguments.get("dims", ())))
+            return rounds * int([*[1] * len(after), *counts][new - len(after)])
+        if name in _RESHAPES:
+            rounds, rest = divmod(rounds * prod(before[:dim]), prod(after[:new]))
+            if rest:
+                self._refuse(node, "it takes samples apart")
+        return rounds
 
     def _is_item(self, node: fx.Node) -> bool:
         """True if it is one of several values, and not `x[...]` of a tensor."""
@@ -305,6 +358,8 @@ class _Rows:
                     "placed.step(...), which has a loss for each; or call it without labels."
                 )
             self._refuse(origin, "and the model returns what is made of that")
+        if self._rounds[leaf] != 1:
+            self._refuse(leaf, "the model returns the samples in rounds, such as [a b a b]")
         if dim is None or dim == _MIXED:
             raise InputError(
                 f"output {number} of the model, {op_and_line(leaf)} of shape {list(shape)}, has no "
@@ -345,9 +400,6 @@ def _taking(name: str, given: Mapping[str, Any], dim: int, rank: int) -> str:
     """How an operator takes samples together, `dim` being that of the batch; empty if not."""
     if name == "slice" and given.get("step", 1) != 1 and given.get("dim", 0) % rank == dim:
         return "it takes some of the samples"
-    if name in ("repeat", "tile"):
-        counts = _listed(given.get("repeats", given.get("dims", ())))
-        return "it repeats the samples" if counts[dim - rank :][:1] not in ([], [1]) else ""
     if name == "embedding":
         return "it looks one sample up in another"
     if name.startswith(("conv", "_convolution")) and dim != 0:
