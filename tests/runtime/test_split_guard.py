@@ -105,6 +105,33 @@ def test_a_split_that_was_slower_is_not_searched_for_again(
     assert not smaller.remarks
 
 
+class Forward(torch.autograd.Function):
+    """As reversible layers in evaluation, whose backward refuses."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> None:
+        raise AssertionError("call model.train()")
+
+
+def test_a_split_whose_step_fails_alone_is_not_compared() -> None:
+    class Evaluated(Branches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left, right = (Forward.apply(pause(layer(x), 0.01)) for layer in self.inner)
+            return left + right
+
+    model, x = Evaluated(0.01).eval(), torch.ones(2, 4)
+    expected = model(x)
+    with torch.no_grad():
+        placed = place(model, training=True)
+        assert "a step fails: " in placed.remarks[-1]
+        assert "call model.train()" in placed.remarks[-1]
+        assert torch.equal(placed(x), expected)
+
+
 def test_a_placer_by_name_is_the_user_s_own_wish() -> None:
     placed = place(Branches(-0.01), placer="round-robin")
     assert len(set(placed.placement.devices)) == 2

@@ -291,6 +291,77 @@ def test_a_submodule_that_forward_exchanges_for_one_of_the_same_weights_is_no_ne
     assert_equal_steps(unsplit, placed, [(X,), (X + 1,)])
 
 
+def settle_another_way(model: Any, x: Tensor) -> Tensor:
+    if model.way == "long":
+        model.extra, model.way = Way(model.extra.layer, -1.0), "short"
+    return model.extra(x)
+
+
+def test_the_way_that_forward_settles_with_an_exchanged_submodule_stays() -> None:
+    unsplit, model = (Middle(settle_another_way) for _ in range(2))
+    for each in (unsplit, model):
+        each.extra, each.way = Way(copy.deepcopy(each.last), 1.0), "long"
+    placed = lazily(model)
+    assert_equal_steps(unsplit, placed, [(X,), (X + 1,), (X[:2],)])
+    assert (placed.way, placed.extra.factor) == (unsplit.way, unsplit.extra.factor)
+
+
+class Again(torch.autograd.Function):
+    """As a reversible layer: it runs again in its own backward. It hands out a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, found: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x.detach())
+        ctx.layer = layer
+        found.append(x[:, :2])
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].float().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).float().backward(gradients[0].float())
+        return x.grad, None, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found: list[Tensor] = []
+        torch.manual_seed(7)  # so it stays whole
+        return Again.apply(x, self.layer, found), found[0]
+
+
+class OfReversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(4, 4), Reversible(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, view = self.inner(self.first(x))
+        return self.last(y), view
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_layer_that_runs_again_in_its_own_backward_is_as_unsplit(lower: bool) -> None:
+    unsplit = OfReversible()
+    placed = lazily(OfReversible())
+    left = []
+    for model in (unsplit, placed):
+        # A cast of a weight that a tracer made would be in the cache of this autocast.
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            result, view = model(X)
+        assert type(result) is Tensor
+        assert view.requires_grad
+        (result.float().sum() + view.float().sum()).backward()
+        left.append([result, view, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *left))
+
+
 # Random numbers.
 
 

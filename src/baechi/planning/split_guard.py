@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from baechi.errors import InfeasibleError
+from baechi.errors import ExecutionError, InfeasibleError
 from baechi.planning.options import Options
 from baechi.planning.placement_search import on_one_device
 from baechi.problem.simulation import overflows, unsplit_peaks
@@ -98,7 +98,12 @@ def guarded(options: Options, split: Executable, homes: ParameterDevices) -> Exe
     if placement is None:
         return split
     single = executable_of(options, traced, graph, placement)
-    found = compare(split, single)
+    try:
+        found = compare(split, single)
+    except ExecutionError as error:  # such as a backward that asserts the mode of training
+        single.close()
+        split.comparison = f"not compared with one device, since a step fails: {error}"
+        return split
     options.say(str(found))
     kept, dropped = (split, single) if found.prefers_split else (single, split)
     dropped.close()

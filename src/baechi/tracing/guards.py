@@ -272,6 +272,16 @@ class Attributes:
             (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
         }
 
+    def modes_since(self) -> list[tuple[dict[str, Any], str, str]]:
+        """The strings that changed since, each with the dict of its module, and its name there."""
+        return [
+            (row.owner, name, row.owner[name])
+            for row in self._rows
+            if isinstance(row.owner, dict) and not row.holds()
+            for name in row.changed()
+            if isinstance(row.owner.get(name), str)
+        ]
+
     def named_since(self) -> list[str]:
         """The names of those that changed or have come since.
 

@@ -86,6 +86,8 @@ def _non_strict(
 ) -> Capture:
     outside = OutsideTensors()
     sets: list[str] = []
+    modes: list[tuple[dict[str, Any], str, str]] = []
+    exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # submodules, with their attributes
 
     @contextmanager
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -98,10 +100,12 @@ def _non_strict(
                 stack.enter_context(TruthValues(truth_values))
             if not branches.nested:
                 stack.enter_context(outside)
-            before = Attributes(model)
+            before, parts = Attributes(model), {*model.modules()}
             with draws_kept() as drew:
                 yield
             sets[:] = before.named_since() + drew
+            modes[:] = before.modes_since()
+            exchanged[:] = [(vars(m), vars(m).copy()) for m in model.modules() if m not in parts]
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with (
@@ -113,6 +117,12 @@ def _non_strict(
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
         module = program.module()
+        # The exporter took all attributes back, also in a submodule that forward has exchanged.
+        for own, attributes in exchanged:
+            own.clear()
+            own.update(attributes)
+        for owner, name, chosen in modes:
+            owner[name] = chosen
         functions.restore(module)
         for node in module.graph.nodes:
             if call.autocast.dtypes and str(node.target) in RECURRENT:

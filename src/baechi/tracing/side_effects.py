@@ -359,6 +359,7 @@ def fakes_removed(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.clear_autocast_cache()  # a weight's cast may be a fake one
         for cache, misses in caches:
             if cache.cache_info().misses != misses and _holds_fake(gc.get_referents(cache)):
                 cache.cache_clear()

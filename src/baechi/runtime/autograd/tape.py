@@ -253,10 +253,14 @@ class TapeCode:
     def _remember(self, step: Step, leaving: Sequence[torch.Tensor], record: Record) -> None:
         """Keep the edges of a graph that was recorded, if it has any that a gradient can come to.
 
-        What only led to others, such as to the indices of a sort, is let go of.
+        What only led to others, such as to the indices of a sort, is let go of. No gradient comes
+        to a view of its input that a custom function's forward hands out, though it asks for one.
         """
         pairs = zip(leaving, self.seeds, strict=True)
-        ends = [tensor if tensor.requires_grad and slots else None for tensor, slots in pairs]
+        ends = [
+            tensor if tensor.requires_grad and slots and not _leads_nowhere(tensor) else None
+            for tensor, slots in pairs
+        ]
         if all(tensor is None for tensor in ends):
             return
         record.published = [None if end is None else get_gradient_edge(end) for end in ends]
@@ -334,6 +338,11 @@ class TapeCode:
             edges.append(edge)
             seeds.append(seed)
         return edges, seeds
+
+
+def _leads_nowhere(tensor: torch.Tensor) -> bool:
+    base = tensor._base if tensor.is_leaf else None
+    return base is not None and base.requires_grad
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:
