@@ -306,6 +306,26 @@ def test_the_way_that_forward_settles_with_an_exchanged_submodule_stays() -> Non
     assert (placed.way, placed.extra.factor) == (unsplit.way, unsplit.extra.factor)
 
 
+def scale_once(model: Any, x: Tensor) -> Tensor:
+    """As RWKV, which scales its weights in the first call of evaluation."""
+    if not model.scaled:
+        with torch.no_grad():
+            model.extra.weight.div_(2)
+        model.scaled = True
+    return model.extra(x)
+
+
+def test_a_write_to_a_parameter_that_forward_does_once_is_refused_until_it_is_done() -> None:
+    unsplit, model = (Middle(scale_once) for _ in range(2))
+    for each in (unsplit, model):
+        each.extra, each.scaled = copy.deepcopy(each.last), False
+    with pytest.raises(baechi.TraceError, match=r"div_.*writes into a parameter.* sets scaled"):
+        lazily(copy.deepcopy(model))(X)
+    for each in (unsplit, model):
+        each(X)
+    assert_equal_steps(unsplit, lazily(model), [(X,), (X + 1,)])
+
+
 class Again(torch.autograd.Function):
     """As a reversible layer: it runs again in its own backward. It hands out a view."""
 

@@ -44,6 +44,7 @@ from baechi.tracing.export_branches import EagerBranches, Questions
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
+    op_and_line,
     read_once,
     without_effectless,
     without_layouts,
@@ -411,7 +412,22 @@ def _lowered(
     attributes = before.settled(whole)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
     sets = tuple(captured.sets or before.named_since())
+    if sets:
+        _refuse_settling(captured.module, facts, sets[0])
     return ops, tensors, replace(lowered, family=family, questions=captured.questions, sets=sets)
+
+
+def _refuse_settling(module: fx.GraphModule, facts: Facts, name: str) -> None:
+    """Refuse a write to a parameter that forward might do once, as RWKV scales its weights."""
+    parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
+    for node, fact in facts.nodes.items():
+        written = {str(facts.storages[storage].attribute) for storage in fact.writes}
+        if node.op != "call_module" and written & parameters:
+            raise TraceError(
+                f"{op_and_line(node)} writes into a parameter, and forward sets {name}, perhaps so "
+                "as not to write again; the placed model would in each call. Run the unsplit model "
+                "once in this mode (eval or train), then place it."
+            )
 
 
 def _kept(call: Call, facts: Facts) -> Call:
