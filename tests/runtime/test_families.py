@@ -697,3 +697,21 @@ def test_a_fixed_size_is_named() -> None:
     assert n_plans(module) == 3
     assert any("fixes dimension 0 of x" in remark for remark in module.remarks)
     module.unplace()
+
+
+def test_rotary_positions_of_complex_numbers_have_families() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 32),
+        **dict.fromkeys(("intermediate_size_mlp", "attention_chunk_size"), 32),
+        **dict.fromkeys(("num_hidden_layers", "num_local_experts"), 1),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+        **{"head_dim": 16, "pad_token_id": 0, "use_cache": False},
+    )
+    torch.manual_seed(0)
+    unsplit = transformers.Llama4ForCausalLM(config)
+    module = lazily(copy.deepcopy(unsplit), placer="round-robin")
+    for n in (6, 9, 12):
+        args = ids_of(2, n), (torch.arange(2 * n).view(2, n) > 2).long()
+        check_equal(step(module, *args), step(unsplit, *args))
+    assert n_plans(module) == 1

@@ -228,7 +228,7 @@ _INTS_ALONE: Final = frozenset(
     f"aten.{name}.default"
     for name in (
         *("pad", "constant_pad_nd", "rot90", "as_strided_scatter", "baddbmm", "masked_scatter"),
-        *("linalg_solve_triangular", "im2col", "col2im"),
+        *("linalg_solve_triangular", "im2col", "col2im", "polar"),
         *(() if torch.__version__ >= "2.13" else ("matmul",)),
     )
 )
@@ -318,7 +318,8 @@ class _Recorder(fx.Interpreter):
         ]
         plain = isinstance(n.target, OpOverload)
         drawing = _Drawing()
-        symbolic = enable_python_dispatcher() if str(n.target) in _INTS_ALONE else nullcontext()
+        ints = any(str(each.target) in _INTS_ALONE for each in (n, *nodes_inside(n)))
+        symbolic = enable_python_dispatcher() if ints else nullcontext()
         with nullcontext() if plain else drawing, symbolic:
             result = super().run_node(n)
         written = {self._storage(t) for t, version in before if version_of(t) != version}
