@@ -108,8 +108,17 @@ def _non_strict(
             modes[:] = before.modes_since()
             exchanged[:] = [(vars(m), vars(m).copy()) for m in model.modules() if m not in parts]
 
+    def settle() -> None:
+        """Undo that the exporter took all attributes back, also in exchanged submodules."""
+        for own, attributes in exchanged:
+            own.clear()
+            own.update(attributes)
+        for owner, name, chosen in modes:
+            owner[name] = chosen
+
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with (
+        ExitStack() as last,
         watched(model, mode) as functions,
         closing(outside),
         frugal_export(),
@@ -117,13 +126,8 @@ def _non_strict(
     ):
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
+        last.callback(settle)
         module = program.module()
-        # The exporter took all attributes back, also in a submodule that forward has exchanged.
-        for own, attributes in exchanged:
-            own.clear()
-            own.update(attributes)
-        for owner, name, chosen in modes:
-            owner[name] = chosen
         functions.restore(module)
         for node in module.graph.nodes:
             if call.autocast.dtypes and str(node.target) in RECURRENT:
