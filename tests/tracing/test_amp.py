@@ -32,6 +32,66 @@ def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) 
     assert not expected.differs_from(actual)
 
 
+class Again(nn.Module):
+    """Towers that share layers, one of which comes back; the embedding's weight is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.tower = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        x, y = (self.layer(self.tower(self.table(i))).tanh() for i in (one, two))
+        x = self.layer(x) + x
+        return self.head(x * y).float().log_softmax(-1).mean() + self.head(y).float().std()
+
+
+class Siamese(nn.Module):
+    """Two calls of one tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return (self.tower(one.float()) - self.tower(two.float())).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("kind", [Again, Siamese])
+def test_the_gradients_of_casts_are_added_up_as_autocast_s_cache_has_them(
+    kind: type[nn.Module], cached: bool
+) -> None:
+    """In the lower precision if readers of a weight share its cast, else in full precision."""
+    torch.manual_seed(0)
+    model, args = kind(), tuple(torch.randint(32, (2, 4, 5)))
+    with placed.one_thread(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        traced = baechi.trace(model, args)
+        expected = placed.step(copy.deepcopy(model), args, {})
+        for seed in range(6):
+            module = placed.again_at_random(traced, seed=seed, devices=2)
+            assert not expected.differs_from(placed.step(module, args, {})), seed
+            module.unplace()
+
+
+def test_a_cast_is_shared_where_autocast_would_keep_it() -> None:
+    """Where several operators that it casts for read an fp32 weight that is trained."""
+
+    def casts(model: nn.Module, *, lower: bool = True, cached: bool = True) -> int:
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower, cache_enabled=cached):
+            traced = baechi.trace(model, tuple(torch.randint(32, (2, 4, 5))))
+        return sum(op.key.startswith('call_function aten.to.dtype(("<state') for op in traced.ops)
+
+    model = Again()
+    assert casts(model) == len([*model.parameters()])
+    assert casts(model, lower=False) == casts(model, cached=False) == 0
+    model.layer.requires_grad_(False)
+    model.head = nn.Linear(16, 32, bias=False).double()
+    assert casts(model) == len([*model.tower.parameters()])
+
+
 def recurrent_in_bf16() -> bool:
     """True if oneDNN, which torch asks without a way back, runs them here: with AVX-512 it does."""
     try:
@@ -83,8 +143,9 @@ def test_another_autocast_than_the_traced_one_is_refused_by_apply() -> None:
         module(*args)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(module(*args), copy.deepcopy(model)(*args))
-    with torch.autocast("cpu", torch.float16), pytest.raises(baechi.InputError, match="autocast"):
-        module(*args)
+    for other in ({"dtype": torch.float16}, {"dtype": torch.bfloat16, "cache_enabled": False}):
+        with torch.autocast("cpu", **other), pytest.raises(baechi.InputError, match="autocast"):
+            module(*args)
     module.unplace()
 
 

@@ -83,7 +83,7 @@ class Call:
         shapes = [(tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors]
         constants = [(type(c).__name__, shown(c)) for c in self.structure.constants]
         rows = (*constants, *shapes)
-        return (self.structure.form, rows, self.autocast.dtypes, self.dims, self.may_ask)
+        return (self.structure.form, rows, self.autocast, self.dims, self.may_ask)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,6 +10,10 @@ gives back one gradient for each tensor that it reads, the sum of both. So where
 reader, each further reading of an operator is of an alias of its own. That is done for operators
 that are one node of autograd's graph, whose gradients come in the order of its arguments. Attention
 and `einsum` are many nodes: there the sum may round otherwise.
+
+Casts of autocast (`casts_shared`): it casts a weight once for all operators that read it, so their
+gradients are added up in the lower precision, and their sum is cast back. On several tapes each
+would cast for itself. So the cast of a weight with several such readers is a node that they share.
 """
 
 import operator
@@ -270,6 +274,47 @@ def _read_aliases(node: fx.Node, value: fx.Node, n: int) -> None:
 
 def _flat(args: Any) -> list[Any]:
     return [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
+
+
+_KERNELS: Final = {
+    "cpu": torch._C.DispatchKey.AutocastCPU,
+    "cuda": torch._C.DispatchKey.AutocastCUDA,
+}
+
+
+def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype]]) -> None:
+    """Let readers of one weight share its cast where autocast's cache would let them.
+
+    It caches casts of fp32 leaves that need a gradient and are no views
+    (aten/src/ATen/autocast_mode.cpp, `cached_cast`). Code of which nothing is seen may cast, too.
+    """
+    names: dict[int, list[fx.Node]] = {}  # of each weight
+    for node in module.graph.find_nodes(op="get_attr") if dtypes else ():
+        weight: Any = attrgetter(str(node.target))(module)
+        leaf = isinstance(weight, torch.Tensor) and weight.is_leaf and not weight._is_view()
+        if leaf and weight.requires_grad and weight.dtype == torch.float32:
+            names.setdefault(id(weight), []).append(node)
+    for nodes in names.values():
+        readers = {reader for node in nodes for reader in node.users}
+        seen = all(isinstance(r.target, OpOverload) or r.op == "output" for r in readers)
+        for kind, dtype in dtypes if seen else ():
+            casting = [r for r in module.graph.nodes if r in readers and _casts(r, kind, dtype)]
+            if len(casting) > 1:
+                first = casting[0]
+                with module.graph.inserting_before(first):
+                    cast = module.graph.call_function(_ATEN.to.dtype, (nodes[0], dtype))
+                cast.meta = {key: first.meta[key] for key in first.meta.keys() - {"val"}}
+                for reader in casting:
+                    for node in nodes:
+                        reader.replace_input_with(node, cast)
+
+
+def _casts(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
+    """True if it is an operator that autocast gives what it reads in a lower precision."""
+    value: Any = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or getattr(value, "dtype", None) != dtype:
+        return False
+    return node.target.has_kernel_for_dispatch_key(_KERNELS[kind])
 
 
 def is_one_node(node: fx.Node) -> bool:

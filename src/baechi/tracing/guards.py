@@ -41,31 +41,39 @@ OURS: Final = ("torch", "baechi")  # whose code is not the model's
 @final
 @dataclass(frozen=True)
 class Autocast:
-    """The dtype that autocast casts to on each kind of device where it is on."""
+    """The dtype that autocast casts to on each kind of device where it is on.
+
+    `cached` says whether the readers of a weight share its cast; it is where none is on, too.
+    """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    cached: bool = True
 
     @staticmethod
     def current() -> "Autocast":
         """The state of this thread."""
         on = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-        return Autocast(tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on]))
+        dtypes = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])
+        return Autocast(dtypes, not on or torch.is_autocast_cache_enabled())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Exactly this state, in this thread."""
-        wanted, present = dict(self.dtypes), dict(Autocast.current().dtypes)
+        present = Autocast.current()
+        wanted, on = dict(self.dtypes), dict(present.dtypes)
         with ExitStack() as stack:
             for kind in _KINDS:
                 dtype = wanted.get(kind)
-                if dtype != present.get(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+                if dtype != on.get(kind) or self.cached != present.cached:
+                    state = torch.autocast(kind, dtype, dtype is not None, self.cached)
+                    stack.enter_context(state)
             yield
 
     def __str__(self) -> str:
         """`autocast to bfloat16 on cpu`; empty where none is on."""
         rows = [f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in self.dtypes]
-        return f"autocast to {', '.join(rows)}" if rows else ""
+        uncached = "" if self.cached else ", without its cache"
+        return f"autocast to {', '.join(rows)}{uncached}" if rows else ""
 
 
 @final

@@ -44,6 +44,7 @@ from baechi.tracing.export_branches import EagerBranches, Questions
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
+    casts_shared,
     op_and_line,
     read_once,
     without_effectless,
@@ -402,7 +403,10 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 def _lowered(
     model: nn.Module, call: Call, captured: Capture, places: frozenset[Place], before: Attributes
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    module, family, returned = in_turn(read_once(captured.module)), None, captured.returned
+    module, family, returned = captured.module, None, captured.returned
+    if call.autocast.cached:
+        casts_shared(module, call.autocast.dtypes)
+    module = in_turn(read_once(module))
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
         symbolic = propagate_symbolic(module, call.tensors)
