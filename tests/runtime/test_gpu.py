@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import baechi
-from baechi import placing
+from baechi.planning import device_costs
 from baechi.records.cluster import lane_kind
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import WARM_UP
@@ -213,7 +213,7 @@ def test_lanes_of_a_gpu_are_planned_with_what_they_take_from_each_other(monkeypa
         cost = baechi.OpCost(10**6 * (lanes if full else 1))
         return baechi.Profile(traced.digest, kind, (cost,) * len(traced.ops))
 
-    monkeypatch.setattr(placing, "profile", measured)
+    monkeypatch.setattr(device_costs, "profile", measured)
     for full in (False, True):
         lanes = [baechi.Device(name, "4GiB") for name in LANES[:2]]
         cluster = baechi.Cluster.connected(lanes, baechi.Link(0, 10**12))
