@@ -1,4 +1,4 @@
-"""What runs a placement, and whether a split is faster than one device by measurement."""
+"""Executables of placements, and the measured comparison of a split with one device."""
 
 from collections.abc import Callable
 from typing import Any, cast

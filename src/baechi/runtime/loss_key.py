@@ -1,4 +1,4 @@
-"""What a loss function reads in Python: its key, by which plans of a step are kept.
+"""The key of a loss function, by which plans of a step are kept: what it reads in Python.
 
 Its code is looked into, and that of functions of the same program that it calls; not that of
 installed libraries. What is found are variables of closures, globals, defaults and attributes.
@@ -48,7 +48,7 @@ def key_of_loss(loss: Callable[..., Any] | None) -> Any:
 
 
 def read_by(loss: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
-    """Its key; and the lists and dicts that it reads, or may write into."""
+    """The key of a loss; and the lists and dicts that it reads, or may write into."""
     seen: dict[Any, Any] = {}
     key = _Itself(loss) if isinstance(loss, nn.Module) else _found(loss, frozenset(), seen)
     rows = [value for value in seen.values() if type(value) in (list, dict)]

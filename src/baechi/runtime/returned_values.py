@@ -1,4 +1,4 @@
-"""What a call gives back: the caller's structure with what tapes computed."""
+"""Return values of a call: the caller's structure, filled with what tapes computed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

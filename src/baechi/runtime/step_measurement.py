@@ -340,7 +340,7 @@ def compared(
     """What rounds of (split, single) times say, more of them while that is not clear.
 
     The two are compared within each round, so a machine whose speed changes changes both. Of `long`
-    steps few rounds are made, and of others no more than there is time for.
+    steps few rounds are made; of any, once time is up, no more than the fewest.
     """
     least, most = _LONG_ROUNDS if long else _ROUNDS
     end = wall() + _ENOUGH_NS
