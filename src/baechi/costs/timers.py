@@ -181,9 +181,9 @@ class CudaTimer:
         self._cycles_per_ns = 0.0
         with torch.cuda.device(device):
             self._cycles_per_ns = self._spin_rate()
-            # Events around a kernel have its gap to both in them: so do not those around nothing.
-            one, two = (self._tiny_ns(kernels) for kernels in (1, 2))
-            self._pair_ns = max(2 * one - two, 0.0)
+            self._pair_ns = self._graph_ns = self._around_ns(self._row)
+            if self._lanes:  # whose forks and joins take less in a graph
+                self._graph_ns = self._around_ns(self._captured)
 
     def time(
         self, preparations: Sequence[Preparation], *, single: bool = False
@@ -200,55 +200,60 @@ class CudaTimer:
             return Reading(ns, launch_ns=ns)
         launches = self.launched(prepare)
         least_ns, launch_ns = min(launches), max(launches)
-        several = prepare
         if self._lanes:
-            several = partial(self._abreast, prepare, joined=False)
-            prepare = partial(self._abreast, prepare, joined=True)
             launch_ns = len(self._lanes) * (launch_ns + _RECORDING_NS)
-        first = min(self._queued(prepare(2), launch_ns))
+        first = min(self._queued(self._each(prepare, 2), launch_ns))
         if single or first > _SHORT_NS:
             # A single one evicts the cache, and brings back what would be in it.
             count = 1 if single else max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
             most = -(-2 * _QUEUED // count)
             limits = ROUNDS if single else (min(3, most), most)
-            readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
+            queues = (self._each(prepare, count) for _ in rounds(limits))
+            readings = [ns for queue in queues for ns in self._queued(queue, launch_ns)]
             return Reading(median_ns(readings, 1, self._pair_ns), launch_ns=least_ns)
         made_bytes = sum(tensor.nbytes for tensor in tensors_in(_call(prepare(1))))
-        most = _REPEATS // max(len(self._lanes), 1)  # the launch queue is one for all
-        repeats = max(min(most, _HELD_BYTES // max(made_bytes, 1)), 1)
-        remark = ""
+        n = max(len(self._lanes), 1)
+        repeats = max(min(_REPEATS, _HELD_BYTES // max(n * made_bytes, 1)), 1)
+        remark, around_ns = "", self._graph_ns
         try:
-            # Streams that wait for each other in a capture need not be those of autograd's leaves.
-            repeated = None if self._lanes else self._captured(prepare, repeats)
-            readings = [] if repeated is None else self._queued([repeated] * _QUEUED, launch_ns)
+            readings = self._queued([self._captured(prepare, repeats)] * _QUEUED, launch_ns)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
             reason, *_ = str(error).split("\n")
-            remark = f"{NO_GRAPH} ({reason})"
-            readings = []
-        if not readings:
-            rows = [several(repeats) for _ in range(_QUEUED // 4)]
-            calls = [partial(_call, row) for row in rows]
+            remark, around_ns = f"{NO_GRAPH} ({reason})", self._pair_ns
+            repeats = -(-repeats // n)  # the launch queue is one for all lanes
+            calls = [self._row(prepare, repeats) for _ in range(_QUEUED // 4)]
             readings = self._queued(calls, launch_ns * repeats)
-        ns = median_ns(readings, repeats, self._pair_ns / repeats)
+        ns = median_ns(readings, repeats, around_ns / repeats)
         return Reading(ns, launch_ns=least_ns, remark=remark)
 
     def launched(self, prepare: Preparation) -> list[int]:
         """For how long the host is busy with a run, of a few, with the device idle before each."""
         return [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
 
-    def _abreast(self, prepare: Preparation, n: int, *, joined: bool) -> list[Run]:
-        """So many runs on every lane: each side by side, or one lane's all in a row."""
+    def _rows(self, prepare: Preparation, n: int) -> list[Sequence[Run]]:
+        """So many runs for every lane."""
+        if not self._lanes:
+            return [prepare(n)]
         rows = []
         for lane in self._lanes:
             with torch.cuda.stream(lane):
                 rows.append(prepare(n))
         torch.cuda.synchronize(self._device)
-        if joined:
-            return [partial(self._at_once, runs) for runs in zip(*rows, strict=True)]
-        return [partial(self._at_once, [partial(_call, row) for row in rows])]
+        return rows
+
+    def _each(self, prepare: Preparation, n: int) -> list[Run]:
+        """So many runs, each on all lanes at once."""
+        rows = zip(*self._rows(prepare, n), strict=True)
+        return [partial(self._at_once, runs) for runs in rows]
+
+    def _row(self, prepare: Preparation, n: int) -> Run:
+        """So many runs as one: each lane's in a row, beside those of the others."""
+        return partial(self._at_once, [partial(_call, row) for row in self._rows(prepare, n)])
 
     def _at_once(self, runs: Sequence[Run]) -> list[Any]:
+        if not self._lanes:
+            return _call(runs)
         here = torch.cuda.current_stream(self._device)
         results = []
         for lane, run in zip(self._lanes, runs, strict=True):
@@ -259,11 +264,19 @@ class CudaTimer:
             here.wait_stream(lane)
         return results
 
-    def _tiny_ns(self, kernels: int) -> float:
-        """The median reading of so many of the shortest kernels, one after the other."""
-        runs = [partial(_call, [partial(spin, 1)] * kernels)] * _QUEUED
-        rows = [self._queued(runs, kernels * _RECORDING_NS) for _ in range(_WARM_UPS)]
-        return statistics.median(ns for row in rows for ns in row)
+    def _around_ns(self, repeated: Callable[[Preparation, int], Run]) -> float:
+        """What a reading has in it beside its runs: forks, joins, gaps to the events around them.
+
+        It is that of one of the shortest kernels, twice, less that of two.
+        """
+        launch_ns = max(len(self._lanes), 1) * _RECORDING_NS
+
+        def tiny_ns(kernels: int) -> float:
+            run = repeated(lambda n: [partial(spin, 1)] * n, kernels)
+            rows = [self._queued([run] * _QUEUED, kernels * launch_ns) for _ in range(_WARM_UPS)]
+            return statistics.median(ns for row in rows for ns in row)
+
+        return max(2 * tiny_ns(1) - tiny_ns(2), 0.0)
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""
@@ -290,11 +303,11 @@ class CudaTimer:
         if held - torch.cuda.memory_allocated(self._device) > _UNUSED_SHARE * self._total_bytes:
             torch.cuda.empty_cache()
         recorder = CudaRecorder(self._device, self._captures)
-        runs: list[Run] = []
+        rows: list[Run] = []
         results: list[Any] = []
-        # A backward runs on its forward's stream: both are on the one that is captured.
-        recorder.run(lambda: runs.extend(prepare(repeats)))
-        replay = recorder.record(lambda: results.extend(_call(runs)), 0)
+        # A backward runs on its forward's stream: that which is captured, or a lane forked from it.
+        recorder.run(lambda: rows.append(self._row(prepare, repeats)))
+        replay = recorder.record(lambda: results.append(_call(rows)), 0)
         replay()
         torch.cuda.synchronize(self._device)
 

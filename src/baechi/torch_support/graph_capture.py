@@ -38,8 +38,17 @@ def capture_stream(gpu: torch.device, *, computes: bool = True) -> torch.cuda.St
             _take_workspaces(gpu, stream)
     names = ("stream_id", "device_index", "device_type")
     identity = {name: getattr(stream, name) for name in names}
-    weakref.finalize(stream, spare.append, identity).atexit = False
+    stream.lease = lease = _Lease()  # type: ignore[attr-defined]
+    weakref.finalize(lease, spare.append, identity).atexit = False
     return stream
+
+
+class _Lease:
+    """Lives as long as a stream, to which nobody may refer weakly.
+
+    torch 2.11 frees streams and events without a look at weak references, at which the next
+    garbage collection crashes (https://github.com/pytorch/pytorch/pull/183403).
+    """
 
 
 def _take_workspaces(gpu: torch.device, stream: torch.cuda.Stream) -> None:
