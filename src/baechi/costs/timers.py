@@ -46,6 +46,7 @@ _MAX_AWAY: Final = 0.05
 _MAX_TICK_S: Final = 1e-6
 
 _WARM_UPS: Final = 3
+_FEW: Final = (_WARM_UPS, _WARM_UPS)
 # About 1,024 launches can be pending (CUDA's launch queue); this many readings stay below it
 # for ops of up to ten kernels.
 _QUEUED: Final = 20
@@ -227,9 +228,9 @@ class CudaTimer:
         ns = median_ns(readings, repeats, around_ns / repeats)
         return Reading(ns, launch_ns=least_ns, remark=remark)
 
-    def launched(self, prepare: Preparation) -> list[int]:
-        """For how long the host is busy with a run, of a few, with the device idle before each."""
-        return [self._clocked(prepare(1), wait=False) for _ in range(_WARM_UPS)]
+    def launched(self, prepare: Preparation, limits: tuple[int, int] = _FEW) -> list[int]:
+        """For how long the host is busy with a run, of some, with the device idle before each."""
+        return [self._clocked(prepare(1), wait=False) for _ in rounds(limits)]
 
     def _rows(self, prepare: Preparation, n: int) -> list[Sequence[Run]]:
         """So many runs for every lane."""

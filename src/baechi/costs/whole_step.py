@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import torch
 
 from baechi.costs.profile_cache import Measured
-from baechi.costs.timers import CpuTimer, CudaTimer, Reading, Run
+from baechi.costs.timers import ROUNDS, CpuTimer, CudaTimer, Reading, Run, median_ns
 from baechi.records.op_costs import OpCost
 from baechi.torch_support.torch_devices import free_host_bytes
 from baechi.traced.traced_model import Traced
@@ -69,7 +69,8 @@ class WholeStep:
                 stack.enter_context(torch.set_grad_enabled(self.gradients))
                 kinds = [kind for kind in kinds if kind(1)]
                 if isinstance(timer, CudaTimer):
-                    readings = [Reading(0, launch_ns=min(timer.launched(kind))) for kind in kinds]
+                    rows = [timer.launched(kind, ROUNDS) for kind in kinds]
+                    readings = [Reading(0, launch_ns=median_ns(row, 1, 0.0)) for row in rows]
                 else:
                     readings = list(timer.time(kinds, single=True))
         except Exception:  # whatever the model's own Python raises
