@@ -108,6 +108,9 @@ def test_of_a_gpu_the_whole_is_that_of_launches_where_the_host_is_slower() -> No
     # The host may have waited for the queue of a GPU that is busy for 401 ns.
     assert (first.backward_launch_ns, second.backward_launch_ns) == (30, 20)
     assert (first.forward_ns, first.backward_ns) == (300, 400)
+    whole = Measured(0, forward_launch_ns=1000, backward_launch_ns=25)  # it was faster all the same
+    first, second = together(COSTS, COSTS, whole, Measured(0))
+    assert (first.backward_launch_ns, second.backward_launch_ns) == (15, 10)
 
 
 def test_no_hook_of_a_parameter_runs() -> None:

@@ -88,6 +88,7 @@ class WholeStep:
 
     def _forwards(self, n: int) -> Sequence[Run]:
         torch.set_grad_enabled(self.gradients)
+        self._result = None  # that of the forward before goes now, not while the next is measured
         for parameter in self._model.parameters():
             parameter.grad = None
         return [self._forward() for _ in range(n)]
@@ -120,8 +121,8 @@ def together(
 ) -> tuple[OpCost, ...]:
     """The costs such that operators take together what the model's own step takes.
 
-    Where a GPU is busy for longer than the host, nothing follows for launches: as many as its
-    queue holds may have been waited for.
+    Where a GPU is busy for longer than the host, the host may have waited for room in its queue:
+    launches take at most what was measured.
 
     Args:
         costs: Those of a step.
@@ -144,10 +145,10 @@ def together(
 def _part(
     name: str, alone: Sequence[OpCost], whole_ns: int, least_ns: int = 0
 ) -> Callable[[OpCost], int]:
-    """An operator's part of the whole, where that is known and above the least."""
+    """An operator's part of the whole, where that is known; up to the least it can be less."""
     own = attrgetter(name)
     alone_ns = sum(map(own, alone))
-    if not alone_ns or whole_ns <= least_ns:
+    if not alone_ns or not whole_ns or alone_ns <= whole_ns <= least_ns:
         return own
     # What takes next to no time is not taken for nothing.
     return lambda cost: max(min(own(cost), 2), own(cost) * whole_ns // alone_ns)
