@@ -7,6 +7,7 @@ from typing import Any
 from baechi.checkpointing import checkpointed_by_the_model, choose_checkpoint, memory_target
 from baechi.errors import InfeasibleError, InputError, with_text
 from baechi.planning.device_costs import costs_of, with_crowded
+from baechi.planning.lane_times import settled
 from baechi.planning.options import Options
 from baechi.probing.graph_launches import tape_costs
 from baechi.problem.problem_arrays import Problem
@@ -94,15 +95,24 @@ def _search_here(
                 if names:
                     options.say(f"recomputing {', '.join(names)}")
             options.say(f"placing {len(graph.ops)} operators on {len(cluster.devices)} devices")
-            placement = on_one_device(options, traced, graph, stay) if lost else None
-            placement = placement or solve_with_held(
-                *(graph, cluster, options.placer, options.gpus),
+            solved = partial(
+                solve_with_held,
+                cluster=cluster,
+                placer=options.placer,
+                gpus=options.gpus,
                 effort=options.effort,
                 constraints=constraints,
                 replayed=options.replayed,
                 microbatches=batches,
                 objective=options.objective,
             )
+            placement = on_one_device(options, traced, graph, stay) if lost else None
+            searches = placement is None and options.placer == "auto"
+            placement = placement or solved(graph)
+            on_gpus = all(options.gpus) and batches == 1
+            if on_gpus:
+                other = solved if searches else None
+                graph, placement = settled(graph, cluster, placement, other)
             return graph, placement, again
         except (InfeasibleError, InputError) as error:
             if isinstance(error, InfeasibleError) and training and not options.checkpoint:
