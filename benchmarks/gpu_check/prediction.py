@@ -108,8 +108,9 @@ def row(
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         one = partial(_step, placed, kwargs, training)
         for _ in range(WARM_UP + 2):
+            placed.zero_grad()
             one()
-        measured_ms, row_ms, host_ms = _measured(one, steps)
+        measured_ms, row_ms, host_ms = _measured(one, placed.zero_grad, steps)
         allocated = torch.cuda.max_memory_allocated() - before
         reserved = torch.cuda.max_memory_reserved() - before - unused
         retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
@@ -142,8 +143,6 @@ def row(
 
 
 def _step(model: nn.Module, kwargs: Mapping[str, Any], training: bool) -> None:
-    if training:
-        model.zero_grad()
     outputs = tensors_in(model(**kwargs))
     if training:
         graded = [t for t in outputs if t.requires_grad]
@@ -156,18 +155,25 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
     return scalars[0] if scalars else outputs[0].float().square().mean()
 
 
-def _measured(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
-    """Milliseconds of a step: the median of steps alone, in a row of them, and the host's part."""
+def _measured(
+    step: Callable[[], object], prepare: Callable[[], object], steps: int
+) -> tuple[float, float, float]:
+    """Milliseconds of a step: the median of steps alone, in a row of them, and the host's part.
+
+    Only the row has what prepares each step in it.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
     for _ in range(steps):
+        prepare()
         step()
     end.record()
     end.synchronize()
     row_ms = begin.elapsed_time(end) / steps
     host, alone = [], []
     for _ in range(steps):
+        prepare()
         torch.cuda.synchronize()
         begin.record()
         begun = time.perf_counter_ns()

@@ -142,10 +142,19 @@ def test_the_key_of_a_storage() -> None:
     assert key_of(x.untyped_storage()) != key_of(torch.ones(3).untyped_storage())
 
 
-def test_copies_in_few_launches() -> None:
-    targets = [torch.zeros(2), torch.zeros(3)]
-    internals.copy_each(targets, [torch.ones(2), torch.ones(3)])
-    assert all(bool(target.all()) for target in targets)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_copies_in_one_call_have_every_bit(dtype: torch.dtype) -> None:
+    values = [0.0, -0.0, 1.1, -1e-42, float("inf"), float("-inf"), float("nan")]
+    dense = torch.tensor(values, dtype=dtype)
+    sources = [dense, dense.repeat(3, 1).t(), torch.full((), -0.0, dtype=dtype)]
+    for sparse in ([], [torch.eye(2, dtype=dtype).to_sparse()]):
+        for source, copy in zip(sources + sparse, internals.copies(sources + sparse), strict=True):
+            assert copy.dtype is dtype
+            if source.layout is torch.strided:
+                assert copy.stride() == source.stride()
+                assert copy.data_ptr() != source.data_ptr()
+                bits = [t.contiguous().view(torch.uint8) for t in (source[None], copy[None])]
+                assert torch.equal(*bits)
 
 
 @pytest.mark.gpu

@@ -351,9 +351,11 @@ def is_profiled() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy every source into its target, with few launches."""
-    torch._foreach_copy_(list(targets), list(sources))
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each gradient; of strided ones in one call: x - 0 is x, where it is -0, too."""
+    if all(tensor.layout is torch.strided for tensor in tensors):
+        return list(torch._foreach_sub(list(tensors), 0))
+    return [tensor.clone() for tensor in tensors]
 
 
 # Tracers.

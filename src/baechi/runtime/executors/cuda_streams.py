@@ -43,7 +43,7 @@ from baechi.torch_support.streams import (
     on_stream,
     wait_for,
 )
-from baechi.torch_support.torch_internals import backward_id, copy_each
+from baechi.torch_support.torch_internals import backward_id, copies
 
 Events = dict[Event, torch.cuda.Event]
 Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -432,8 +432,7 @@ class CudaExecutor:
                 by_place[gradient.device][slot] = gradient
         for place, gradients in by_place.items():
             with on_stream(run.callers.get(place)):
-                fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
-                copy_each(fresh, list(gradients.values()))
+                fresh = copies(list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
                 step.grads[slot] = copied
         if by_place:
