@@ -107,10 +107,11 @@ def row(
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         one = partial(_step, placed, kwargs, training)
+        prepare = placed.zero_grad if training else _nothing
         for _ in range(WARM_UP + 2):
-            placed.zero_grad()
+            prepare()
             one()
-        measured_ms, row_ms, host_ms = _measured(one, placed.zero_grad, steps)
+        measured_ms, row_ms, host_ms = _measured(one, prepare, steps)
         allocated = torch.cuda.max_memory_allocated() - before
         reserved = torch.cuda.max_memory_reserved() - before - unused
         retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
@@ -140,6 +141,10 @@ def row(
         "retries": retries,
         **({"remarks": remarks} if remarks else {}),
     }
+
+
+def _nothing() -> None:
+    """An inference needs nothing prepared."""
 
 
 def _step(model: nn.Module, kwargs: Mapping[str, Any], training: bool) -> None:
