@@ -2,7 +2,8 @@
 
 `python3 -m benchmarks.runtime.gpu` prints, for branchy models at several batch sizes, the median
 time of the unsplit eager model, and that of everything else as its ratio to one CUDA graph of the
-whole model, launched on one stream: below 1 is faster. That graph has what a placed model has, too:
+whole model, launched on one stream: below 1 is faster. What lanes are predicted to take is beside
+that graph's steps alone. That graph has what a placed model has, too:
 the input is copied to where the graph reads it, and the output to the caller; the graph alone is
 beside it. `--training` takes whole steps, forward and backward, instead of inferences. It needs a
 CUDA device.
@@ -20,7 +21,8 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Annotated, Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, final
 
 import torch
 import typer
@@ -51,6 +53,20 @@ ONE_GRAPH: Final = "one graph"
 _PLACE: Final = "cuda:0"
 
 
+@final
+@dataclass(frozen=True)
+class Measured:
+    """Of each side, in milliseconds: the median of steps alone, and of steps in a row.
+
+    Of lanes also what a step is predicted to take, and how many of them the plan uses.
+    """
+
+    alone: Mapping[str, float]
+    in_a_row: Mapping[str, float]
+    predicted: Mapping[str, float]
+    used: Mapping[str, int]
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Steps of each side.")] = 50,
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
@@ -70,10 +86,11 @@ def main(
     table: Table | None = None
     for name in names[:1] if quick else names:
         for batch in sizes[:1] if quick else sizes:
-            alone, in_a_row = measured(name, batch, placer, training=training, rounds=rounds)
-            table = table or Table("model", "batch", "steps", *alone)
-            for title, took in {"alone": alone, "in a row": in_a_row}.items():
-                cells = _cells(took)
+            found = measured(name, batch, placer, training=training, rounds=rounds)
+            table = table or Table("model", "batch", "steps", *found.alone)
+            rows = {"alone": found.alone, "in a row": found.in_a_row, "predicted": found.predicted}
+            for title, took in rows.items():
+                cells = _cells(found, took)
                 table.add_row(name, str(batch), title, *cells)
                 console.print(f"{name} at {batch}, {title}: {', '.join(cells)}")  # as they come
     console.print(table)
@@ -88,13 +105,13 @@ def measured(
     rounds: int = 50,
     lanes: Sequence[int] = _LANES,
     models: Mapping[str, Callable[[int], Example]] = _MODELS,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """The median milliseconds of every side: of steps alone, and of steps in a row."""
+) -> Measured:
+    """What every side takes, and what lanes are predicted to take."""
     torch.manual_seed(0)
     model, x = models[name](batch)
     model, x = model.to(_PLACE).train(training), x.to(_PLACE)
     with nullcontext() if training else torch.no_grad():
-        modules: list[baechi.PlacedModule] = []
+        modules: dict[str, baechi.PlacedModule] = {}
         steps = {
             "eager": _step(model, x, training),
             ONE_GRAPH: _one_graph(model, x, training, copies=True),
@@ -111,26 +128,36 @@ def measured(
                 guard=False,
                 progress=False,
             )
-            modules.append(placed)
-            used = len(set(placed.placement.devices))
-            steps[f"{n} lanes" + (f" ({used} used)" if used < n else "")] = _step(
-                placed, x, training
-            )
+            modules[f"{n} lanes"] = placed
+            steps[f"{n} lanes"] = _step(placed, x, training)
         alone = dict(zip(steps, _in_turns(list(steps.values()), rounds, 1), strict=True))
         in_a_row = _in_turns(list(steps.values()), max(rounds // 10, 2), 10)
-    for module in modules:
+    found = Measured(
+        alone,
+        dict(zip(steps, in_a_row, strict=True)),
+        {title: module.schedule.makespan_ns / 1e6 for title, module in modules.items()},
+        {title: len(set(module.placement.devices)) for title, module in modules.items()},
+    )
+    for module in modules.values():
         module.unplace()
     gc.collect()
     torch.cuda.empty_cache()
-    return alone, dict(zip(steps, in_a_row, strict=True))
+    return found
 
 
-def _cells(took: Mapping[str, float]) -> list[str]:
-    """Milliseconds of the one graph, and the ratio of every other side to it."""
-    whole = took[ONE_GRAPH]
-    return [
-        f"{ms:.2f} ms" if side == ONE_GRAPH else f"{ms / whole:.2f}" for side, ms in took.items()
-    ]
+def _cells(found: Measured, took: Mapping[str, float]) -> list[str]:
+    """Milliseconds of the one graph, and the ratio of every other side to it, where there is one.
+
+    Predictions are beside the one graph's steps alone, and say how many lanes their plans use.
+    """
+    whole = took.get(ONE_GRAPH, found.alone[ONE_GRAPH])
+    cells = []
+    for side in found.alone:
+        cell = f"{took[side] / whole:.2f}" if side in took else ""
+        if side in found.used and took is found.predicted:
+            cell += f" ({found.used[side]} used)"
+        cells.append(f"{whole:.2f} ms" if cell and side == ONE_GRAPH else cell)
+    return cells
 
 
 def _step(module: nn.Module, x: Tensor, training: bool) -> Step:
