@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
@@ -35,6 +36,7 @@ WARM_UP: Final = 3
 MOST_SHAPES: Final = 4
 _MOST_WARMING: Final = 64  # shapes whose eager calls are counted
 
+_IS_GRADED: Final = attrgetter("requires_grad")
 _LATE: Final = "gradients of a parameter are added up at the end of a step"
 
 
@@ -281,7 +283,8 @@ class Graphs:
 
     def _key(self, step: Step) -> tuple[Any, Any]:
         """What is recorded for; and the state that must not change, or all is recorded anew."""
-        state = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._state)
+        graded = map(_IS_GRADED, self._state) if step.differentiate else ()
+        state = (*map(torch.Tensor.data_ptr, self._state), *graded)
         inputs = tuple((t.dtype, t.shape, t.requires_grad) for t in step.inputs)
         casting = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         kernels = (casting, kernel_choices())
