@@ -27,6 +27,7 @@ def _opcodes(layers: int) -> int:
         count += event == "opcode"
         return seen
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one when tracing begins
     for traces in (None, None, seen):  # what is found once is known then
         placed.zero_grad()
         sys.settrace(traces)
