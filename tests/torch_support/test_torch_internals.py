@@ -300,12 +300,14 @@ def test_what_a_failed_tracer_began_is_ended() -> None:
                 levels._grad_increment_nesting()
             assert levels.get_dynamic_layer_stack_depth() == depth + 2
         assert levels.get_dynamic_layer_stack_depth() == depth
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    known = dict(hooks)  # torch 2.11 leaves one where a caller's own export fails
     with internals.tracers_ended():
         torch._C._autograd._saved_tensors_hooks_disable("no")
         nn.modules.module.register_module_buffer_registration_hook(lambda *_: None)
     with saved_tensors_hooks(torch.clone, torch.clone):
         graded().exp()
-    assert not nn.modules.module._global_buffer_registration_hooks
+    assert hooks == known
     assert internals.RecursiveScriptModule.__mro__.count(torch.jit.ScriptModule) == 1
 
 
