@@ -51,7 +51,26 @@ class Normed(nn.Module):
         return self.last(torch.cat([self.mark.expand(x.shape[0], -1, -1), rows], dim=1)).tanh()
 
 
-@pytest.mark.parametrize("kind", [Sinks, Marked, Normed])
+class Pooled(nn.Module):
+    """A sum with one reader whose gradient has channels last, and before it one without.
+
+    Which of the two is first says how the gradient of `scale` is summed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 16, 1), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.first(x)
+        rows = self.last(maps.permute(0, 2, 3, 1)) * self.scale
+        maps = maps + rows.permute(0, 3, 1, 2)
+        pooled = nn.functional.adaptive_avg_pool2d(maps, 1).flatten(1)
+        return torch.cat([pooled[:, None], maps.flatten(2).transpose(1, 2)], dim=1).tanh()
+
+
+@pytest.mark.parametrize("kind", [Sinks, Marked, Normed, Pooled])
 def test_a_part_of_a_gradient_gives_the_unsplit_model_s_bits(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, args = kind(), (torch.randn(2, 4, 16, 16),)

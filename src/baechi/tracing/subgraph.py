@@ -42,7 +42,7 @@ def extract(
     outputs: Sequence[fx.Node],
     *,
     apart: frozenset[fx.Node] = frozenset(),
-    exits: Sequence[tuple[fx.Node, int, fx.Node | None]] = (),
+    exits: Sequence[tuple[fx.Node, int, fx.Node]] = (),
     device: torch.device,
     leaves: Mapping[str, torch.nn.Module] | None = None,
     boxed: bool = False,
@@ -58,7 +58,7 @@ def extract(
             can be told apart and added up in the order of the unsplit model.
         exits: (node, position, next): values that also leave through an alias, so that autograd
             adds the gradient of a reader at that program position up in its turn; the alias is
-            made before `next` runs, or at the end. Sorted by position.
+            made before `next` runs. In the order of `nodes`.
         device: Where the function runs: factories such as `arange` allocate there, and on a GPU
             the host checks truth values.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
@@ -84,14 +84,11 @@ def extract(
         )
     left: list[fx.Node] = []
 
-    def leave(before: fx.Node | None) -> None:
-        while len(left) < len(exits) and exits[len(left)][2] is before:
-            value = copy_of[exits[len(left)][0], None]
-            left.append(graph.call_function(torch.ops.aten.alias.default, (value,)))
-
     for node in nodes:
         if node in inside:
-            leave(node)
+            while len(left) < len(exits) and exits[len(left)][2] is node:
+                value = copy_of[exits[len(left)][0], None]
+                left.append(graph.call_function(torch.ops.aten.alias.default, (value,)))
 
             def argument(old: fx.Node, node: fx.Node = node) -> fx.Node:
                 return copy_of[old, node if old in apart else None]
@@ -100,7 +97,6 @@ def extract(
             if isinstance(node.target, Observer):
                 _detach(copy, node, set() if again else inside)
             _run_on(copy, device)
-    leave(None)
     graph.output((*(copy_of[node, None] for node in outputs), *left))
     called = opaque_leaves(module, nodes) if leaves is None else dict(leaves)
     return Extract(

@@ -159,36 +159,32 @@ class Gradients:
 
     def exits(
         self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
-    ) -> list[tuple[fx.Node, int, fx.Node | None]]:
-        """Ways out for the gradients of values that are read inside and outside a tape.
+    ) -> list[tuple[fx.Node, int, fx.Node]]:
+        """Ways out for the gradients of values that are read inside a tape after outside.
 
-        Autograd adds up from the last reader to the first, and an alias is in its turn where it is
-        made. That is after the last write into the value, as all readers outside are: a view would
-        not follow one. A tape without a backward needs none.
+        Autograd adds up from the last reader to the first, and of two gradients the first gives
+        their sum its strides. It takes what comes back to a tape first; an alias is in its turn,
+        where it is made. That is after the last write into the value, as all readers outside are: a
+        view would not follow one. A tape without a backward needs none.
         """
         twins, op_of = self._layout.program.twins, self._layout.op_of
         if all(twins[op_of[node]] < 0 for node in nodes):
             return []
         position = self._layout.position
-        inside = set(nodes)
+        turns = {node: turn for turn, node in enumerate(nodes)}
         written = {s: position[node] for node in nodes for s in self._facts[node].writes}
         rows = []
         for node in outputs:
             values = self._facts[node].values
-            readers = [user for user in node.users if user in position]
-            within = any(user in inside for user in readers)
-            if not within or len(readers) < 3 or len(values) != 1 or not values[0].requires_grad:
+            if len(values) != 1 or not values[0].requires_grad:
                 continue
-            for reader in readers:
-                turn = _CALLER if reader.op == "output" else position[reader]
-                if reader not in inside and turn > written.get(values[0].storage, -1):
-                    after = (n for n in nodes if position[n] > turn)
-                    rows.append((node, turn, next(after, None)))
-        end = len(position)
-        return sorted(
-            rows,
-            key=lambda row: (end if row[2] is None else position[row[2]], row[1], position[row[0]]),
-        )
+            inside = [user for user in node.users if user in turns]
+            for reader in self._layout.users(node):
+                at = position[reader]
+                later = [user for user in inside if position[user] > at]
+                if later and reader not in turns and at > written.get(values[0].storage, -1):
+                    rows.append((node, at, min(later, key=turns.__getitem__)))
+        return sorted(rows, key=lambda row: (turns[row[2]], row[1], position[row[0]]))
 
     # Where gradients come from.
 
