@@ -151,9 +151,23 @@ class Pooled(nn.Module):
         return torch.cat([self.after(graphs), self.after(first[:, : lengths.max().item()])])
 
 
-def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments() -> None:
+class PoolsInside(nn.Module):
+    """The same in a submodule, which could stay whole, but has all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Pooled()
+
+    def forward(self, x: Tensor, batch: Tensor, lengths: Tensor) -> Tensor:
+        return self.inner(x, batch, lengths).tanh()
+
+
+@pytest.mark.parametrize("kind", [Pooled, PoolsInside])
+def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments(
+    kind: type[nn.Module],
+) -> None:
     torch.manual_seed(0)
-    model = Pooled()
+    model = kind()
     unsplit = copy.deepcopy(model)
     placed = lazily(model, training=True, placer=baechi.RandomPlacer(0))
     rungs = []

@@ -4,7 +4,8 @@
     the same, export branches    where the branches of an eager run cannot be traced
     module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
                                  submodule that cannot be traced
-    torch.export, numbers        those that forward reads from integers among the arguments, too
+    torch.export, numbers        those that forward reads from integers among the arguments, too;
+                                 tried before a submodule stays whole with most of the parameters
     torch.export, truth values   those of the example's tensors, each with a check
 
 Each rung traces the same flat function (`calling_convention.flat_model`). The rung taken, and why
@@ -63,7 +64,7 @@ from baechi.tracing.side_effects import (
     draws_kept,
     unchanged,
 )
-from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 
 
@@ -263,8 +264,9 @@ def trace(
 
 @no_collections()
 def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place]) -> Traced:
-    """The capture of the first rung that succeeds."""
+    """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
     attempts: list[Attempt] = []
+    whole: Traced | None = None
     before = Attributes(model)
     for rung, capture in ladder(mode, places):
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
@@ -277,11 +279,19 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
                 ops, tensors, module = _lowered(model, call, captured, places, before)
                 module = replace(module, gradients=mode.observed, reads=reads)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
-            return Traced(name, ops, tensors, taken, model.training, module)
+            traced = Traced(name, ops, tensors, taken, model.training, module)
+            if whole is not None or not (stays := unsplit_part(traced)):
+                return traced
+            whole = traced
+            attempts.append(Attempt(rung, stays))
+            continue
         except (InputError, TraceError, torch.OutOfMemoryError):
-            raise
+            if whole is None:
+                raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
+        if whole is not None:
+            return whole
     meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
     if not (places or meta):
         _refuse_failing(model, call)
