@@ -137,6 +137,26 @@ def test_there_is_a_plan_for_each_answer_about_arguments() -> None:
     placed.unplace()
 
 
+def test_a_transformer_with_a_mask_of_floats_is_split() -> None:
+    """It asks whether its mask is causal; another mask has another plan."""
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, placer=baechi.RandomPlacer(0))
+    for length in (5, 5, 6):
+        causal = nn.Transformer.generate_square_subsequent_mask(length)
+        for mask in (causal, torch.zeros_like(causal), causal.clamp(min=-1)):
+            args = torch.randn(2, 4, 8), torch.randn(2, length, 8)
+            one, two = (each(*args, tgt_mask=mask) for each in (placed, unsplit))
+            assert torch.equal(one, two)
+            one.sum().backward()
+            two.sum().backward()
+            assert placed.traced.rung == "torch.export (non-strict)"
+    for one, two in zip(placed.parameters(), unsplit.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    placed.unplace()
+
+
 class Pooled(nn.Module):
     """Sums the rows of each graph of a batch, as graph networks do, and the first of each row."""
 
@@ -447,7 +467,7 @@ def drawn_in_place(_: Tensor) -> bool:
     ],
 )
 def test_what_depends_on_more_is_told_and_checked(ask: Callable[[Tensor], bool]) -> None:
-    x = torch.zeros(2, 5)
+    x = torch.ones(2, 5)  # zeros may be a mask that is added
     traced = baechi.trace(Branching(ask), (x,))
     assert traced.rung == "torch.export (non-strict), truth values of the example"
     assert "data-dependent" in traced.attempts[0].reason

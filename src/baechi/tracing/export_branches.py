@@ -313,9 +313,10 @@ class KnownValues(FunctionMode):
         self.questions = Questions()
 
     def give(self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]) -> None:
-        """Know the numbers and flags among a tracer's arguments by those of an example."""
+        """Know the numbers, flags and masks among a tracer's arguments by those of an example."""
         for index, (row, value) in enumerate(zip(tensors, examples, strict=bool(examples))):
-            if _is_knowable(row) and not value.is_meta and value.layout is torch.strided:
+            told = _is_exact(row) and not value.is_meta and value.layout is torch.strided
+            if told and (_is_knowable(row) or _is_mask(value)):
                 with untraced():  # a copy: the trace is not to see the example itself
                     known = value.cpu().clone()
                 self._known[row] = (version_of(row), known, self.questions.argument(index))
@@ -456,6 +457,13 @@ def _is_exact(result: Any) -> bool:
         return False
     sizes = list(result.shape)  # of what depends on values they have no hint
     return all(map(is_backed, sizes)) and math.prod(map(hint, sizes)) <= _MOST
+
+
+def _is_mask(value: torch.Tensor) -> bool:
+    """True if floats are those of masks that are added: zeros, and -inf or the least number."""
+    with untraced():
+        numbers = value.double()  # all types have a cast, and some of 8 bits no comparison
+        return bool(((numbers == 0) | (numbers <= torch.finfo(value.dtype).min)).all())
 
 
 def _form(value: Any) -> tuple[Any, ...]:
