@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
 import baechi
 from baechi.runtime.derived_class import placed_state
@@ -55,6 +57,23 @@ def test_the_model_s_own_python_runs_in_every_call() -> None:
     assert placed.schedule.makespan_ns > 0
     assert placed.measure(2).step_ns > 0
     assert placed.calls == 3  # nothing of what was measured is left
+
+
+def test_weights_that_parametrize_keeps_are_the_model_s_own() -> None:
+    """What the trace computes of them is not kept; and no split takes part in such a block."""
+    unsplit = nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
+    placed = place(copy.deepcopy(unsplit))
+    for model in (placed, unsplit):
+        with parametrize.cached():  # the first call, for which `place` traces and measures
+            (model(X) + model(X)).sum().backward()
+            assert model[0].weight is model[0].weight
+    for one, two in zip(placed.parameters(), unsplit.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    split = place(copy.deepcopy(unsplit), ["cpu:0", "cpu:1"], placer="round-robin", guard=False)
+    assert torch.equal(split(X), unsplit(X))
+    with parametrize.cached(), pytest.raises(baechi.ExecutionError, match="end the block"):
+        split(X)
+    split.unplace()
 
 
 class Noting(nn.Module):

@@ -30,7 +30,7 @@ from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import Weights, devices_of_state, places_of
 from baechi.torch_support.graph_capture import no_collections
-from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
+from baechi.torch_support.torch_internals import shown_on_cpu, unhooked, without_kept_weights
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, own_objects
@@ -174,7 +174,8 @@ class Planner:
         # Collections are a tenth of the time; but what is measured is to leave no memory behind.
         alone = nullcontext() if self.options.costs == "measure" else no_collections()
         # A first call without gradients must not make a plan that has none.
-        with torch.inference_mode(False), torch.enable_grad(), unhooked(), alone:
+        modes = torch.inference_mode(False), torch.enable_grad()
+        with modes[0], modes[1], unhooked(), without_kept_weights(), alone:
             yield
 
     def _traced(

@@ -52,6 +52,7 @@ from baechi.torch_support.torch_internals import (
     FakeTensor,
     backward_id,
     foreign_tracer,
+    keeps_weights,
     plain_call,
     unhooked,
 )
@@ -425,6 +426,11 @@ class PlacedState:
                 special.settle()
                 self._moves += 1
             special.renew(self._moves)
+        if not special.unsplit_on and keeps_weights(entry.module):
+            raise ExecutionError(
+                "torch.nn.utils.parametrize.cached() keeps weights from call to call, and a split "
+                "model computes them in each: end the block before its calls."
+            )
         self.latest = special
         return special
 

@@ -32,6 +32,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -542,6 +543,17 @@ def foreign_tracer() -> str:
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else ""
+
+
+def keeps_weights(module: nn.Module) -> bool:
+    """True if `parametrize.cached()` is on, and the module has weights that it keeps."""
+    on = parametrize._cache_enabled > 0
+    return on and any(map(parametrize.is_parametrized, module.modules()))
+
+
+def without_kept_weights() -> AbstractContextManager[Any]:
+    """As without a `parametrize.cached()` around the block, which would keep a tracer's tensors."""
+    return patch.multiple(parametrize, _cache_enabled=0, _cache={})
 
 
 @contextmanager

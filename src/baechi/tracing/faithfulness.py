@@ -64,7 +64,7 @@ def refuse_unfaithful(model: nn.Module) -> None:
             for hook in hooks_of(module, kind).values():
                 raise TraceError(
                     f"{_title(model, name)} has a {_words(kind)[:-1]}, {_name(hook)}, which a "
-                    f"placed model would not run. {_INSTEAD}; hooks on the placed module itself, "
+                    f"placed model would not run. {_INSTEAD}; forward hooks on the placed module, "
                     "and hooks on parameters, work."
                 )
     for name, parameter in model.named_parameters():
