@@ -28,8 +28,8 @@ class TraceError(BaechiError):
     """No rung of the ladder could trace the model; the text has the reason of each rung."""
 
 
-class ExecutionError(BaechiError):
-    """A placed model could not run."""
+class ExecutionError(BaechiError, RuntimeError):
+    """A placed model could not run; a RuntimeError, as those of torch for which loops look."""
 
 
 @final

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from placed import lazily
 from scripts import Place, equal_in_every_bit, padded, tiny_gpt2, token_rows
 
 
@@ -44,6 +45,41 @@ def train(place: Place, folder: Path, mixed_precision: str = "no") -> Any:
 
 def test_prepare_clip_save_and_load(tmp_path: Path) -> None:
     equal_in_every_bit(lambda place: train(place, tmp_path))
+
+
+class Crowded(torch.autograd.Function):
+    """Goes backward over small batches only."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if len(gradient) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return gradient
+
+
+class Full(torch.nn.Sequential):
+    """Runs out of memory in the backward of a large batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Crowded.apply(self[0](x)))
+
+
+def test_the_largest_batch_with_room_is_found() -> None:
+    from accelerate.utils import find_executable_batch_size
+
+    placed = lazily(Full(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def run(batch_size: int) -> int:
+        placed(torch.ones(batch_size, 4)).sum().backward()
+        return batch_size
+
+    assert 2 <= run() <= 5
+    placed.unplace()
 
 
 @pytest.mark.slow
