@@ -413,6 +413,33 @@ def test_a_family_at_another_shape_is_the_trace_of_that_shape() -> None:
     assert family.joined(canonical_call(model, (ids_of(7, 3).t(),), {})) is None
 
 
+class Counting(nn.Module):
+    """Makes a tensor without naming its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * torch.full((4,), 1 / 3)
+
+
+def test_another_default_dtype_has_a_plan_of_its_own() -> None:
+    unsplit = Counting()
+    placed = lazily(copy.deepcopy(unsplit))
+    try:
+        kinds = (torch.float32, torch.float64) * 3
+        for rows, default in zip((2, 3, 2, 3, 4, 4), kinds, strict=True):
+            torch.set_default_dtype(default)
+            x = torch.ones(rows, 4, dtype=torch.float32)
+            one, two = placed(x), unsplit(x)
+            assert one.dtype is two.dtype is default
+            assert torch.equal(one, two)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    placed.unplace()
+
+
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x.new_ones(len(range(x.shape[0])), 1)

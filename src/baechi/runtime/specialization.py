@@ -176,9 +176,9 @@ class Specializations:
         return InputError(
             f"this placed {name} was made by `apply` for one shape of call; "
             f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, "
-            "constants, mode, autocast, submodules, hooks, in whether gradients are on, in what "
-            "needs a gradient, in which arguments are one tensor or share memory that is written, "
-            "in what forward asks about values of arguments (as `mask.all()`), "
+            "constants, mode, autocast, default dtype, submodules, hooks, in whether gradients are "
+            "on, in what needs a gradient, in which arguments are one tensor or share memory that "
+            "is written, in what forward asks about values of arguments (as `mask.all()`), "
             f"or in attributes of its modules{changed}. Trace and apply that call, or use "
             "`baechi.place`, which traces each new one."
         )

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
 
@@ -68,6 +68,7 @@ class Call:
             whole; empty where all are.
         may_ask: Whether forward may ask for values of the tensors. Not where other micro-batches,
             of which one trace is, would answer otherwise.
+        default: The dtype that torch gives to what forward makes without naming one.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -76,14 +77,16 @@ class Call:
     objects: tuple[Any, ...] = ()
     dims: tuple[int | None, ...] = ()
     may_ask: bool = True
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
+        """Equal keys can run the same traced program: shapes, layouts, constants, modes."""
         shapes = [(tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors]
         constants = [(type(c).__name__, shown(c)) for c in self.structure.constants]
         rows = (*constants, *shapes)
-        return (self.structure.form, rows, self.autocast, self.dims, self.may_ask)
+        modes = (self.autocast, self.default)
+        return (self.structure.form, rows, modes, self.dims, self.may_ask)
 
     @property
     def names(self) -> tuple[str, ...]:
