@@ -14,11 +14,13 @@ import placed as placing
 import pytest
 import torch
 from torch import distributed, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.runtime.derived_class import placed_state
 from baechi.runtime.executable import Executable
+from baechi.torch_support.torch_internals import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -372,11 +374,26 @@ def test_a_compiler_around_the_call_runs_the_placed_model(
     assert len(calls) == 2
 
 
+class Doubling(TorchFunctionMode):
+    """Changes what the model's own Python computes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+def inside(mode: Any, model: nn.Module, x: torch.Tensor) -> Any:
+    with mode:
+        return model(x)
+
+
 @pytest.mark.parametrize(
     ("name", "trace"),
     [
         ("torch.export", lambda m, x: torch.export.export(m, (x,))),
         ("torch.func", lambda m, x: torch.func.vmap(m)(x[None])),
+        ("Doubling", lambda m, x: inside(Doubling(), m, x)),
+        ("Watch", lambda m, x: inside(Watch(lambda _: None), m, x)),
     ],
 )
 def test_other_tracers_are_told_what_to_do(
@@ -384,7 +401,8 @@ def test_other_tracers_are_told_what_to_do(
 ) -> None:
     with pytest.raises(baechi.ExecutionError, match=f"^{name} .* placed.unplace"):
         trace(lazy, x)
-    assert lazy(x).shape == (3, 4)
+    with torch.device("cpu"):  # a mode that says where tensors are made
+        assert lazy(x).shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -393,9 +411,10 @@ def test_other_tracers_are_told_what_to_do(
         lambda m, x: torch.export.export(m, (x,)).module()(x),
         lambda m, x: torch.func.jacrev(m)(x),
         lambda m, x: torch.func.vmap(m)(torch.stack([x, x])),
+        lambda m, x: inside(Doubling(), m, x),
         lambda m, x: torch.autograd.functional.hessian(lambda y: m(y).square().sum(), x),
     ],
-    ids=["export", "jacrev", "vmap", "hessian"],
+    ids=["export", "jacrev", "vmap", "mode", "hessian"],
 )
 def test_tracers_and_transforms_see_a_model_on_one_device_as_it_is(
     unsplit: Trained, x: torch.Tensor, way: Callable[..., Any]

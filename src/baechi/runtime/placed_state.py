@@ -292,8 +292,8 @@ class PlacedState:
                         if self._is_unsplit:
                             return plain(*args, **kwargs)
                         raise ExecutionError(
-                            f"{tracer} looks through the Python of a model, and a placed one runs "
-                            "on its own workers: give it model = placed.unplace(), or a "
+                            f"{tracer} looks into the run of a model, and a placed one runs on "
+                            "its own workers: give it model = placed.unplace(), or a "
                             "copy.deepcopy(placed)."
                         )
                     call = canonical_call(entry.module, args, kwargs)

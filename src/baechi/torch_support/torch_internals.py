@@ -33,9 +33,14 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
@@ -537,12 +542,19 @@ def frugal_export() -> Iterator[None]:
 
 
 def foreign_tracer() -> str:
-    """The name of a tracer or transform of torch that runs now, other than Dynamo; else empty."""
+    """The name of a tracer, transform or mode of torch that runs now; else empty.
+
+    Other than Dynamo, and devices as modes, which say where tensors are made.
+    """
     if torch.compiler.is_compiling():
         return "torch.export"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else ""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func"
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes += _get_current_dispatch_mode_stack()
+    return next((type(mode).__name__ for mode in modes if type(mode) is not DeviceContext), "")
 
 
 def keeps_weights(module: nn.Module) -> bool:
