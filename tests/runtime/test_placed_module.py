@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import baechi
 from baechi.runtime.derived_class import placed_state
 from baechi.runtime.executable import Executable
-from baechi.torch_support.torch_internals import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -393,7 +392,6 @@ def inside(mode: Any, model: nn.Module, x: torch.Tensor) -> Any:
         ("torch.export", lambda m, x: torch.export.export(m, (x,))),
         ("torch.func", lambda m, x: torch.func.vmap(m)(x[None])),
         ("Doubling", lambda m, x: inside(Doubling(), m, x)),
-        ("Watch", lambda m, x: inside(Watch(lambda _: None), m, x)),
     ],
 )
 def test_other_tracers_are_told_what_to_do(

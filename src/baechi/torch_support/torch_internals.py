@@ -36,11 +36,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
@@ -544,7 +540,8 @@ def frugal_export() -> Iterator[None]:
 def foreign_tracer() -> str:
     """The name of a tracer, transform or mode of torch that runs now; else empty.
 
-    Other than Dynamo, and devices as modes, which say where tensors are made.
+    Other than Dynamo, and devices as modes, which say where tensors are made. Modes below Python,
+    as FlopCounterMode, see what the caller's thread runs.
     """
     if torch.compiler.is_compiling():
         return "torch.export"
@@ -552,8 +549,7 @@ def foreign_tracer() -> str:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func"
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes += _get_current_dispatch_mode_stack()
+    modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((type(mode).__name__ for mode in modes if type(mode) is not DeviceContext), "")
 
 
