@@ -107,11 +107,9 @@ def _search_here(
                 objective=options.objective,
             )
             placement = on_one_device(options, traced, graph, stay) if lost else None
-            searches = placement is None and options.placer == "auto"
+            other = solved if placement is None and options.placer == "auto" else None
             placement = placement or solved(graph)
-            on_gpus = all(options.gpus) and batches == 1
-            if on_gpus:
-                other = solved if searches else None
+            if all(options.gpus) and batches == 1:
                 graph, placement = settled(graph, cluster, placement, other)
             return graph, placement, again
         except (InfeasibleError, InputError) as error:

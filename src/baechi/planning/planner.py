@@ -174,8 +174,13 @@ class Planner:
         # Collections are a tenth of the time; but what is measured is to leave no memory behind.
         alone = nullcontext() if self.options.costs == "measure" else no_collections()
         # A first call without gradients must not make a plan that has none.
-        modes = torch.inference_mode(False), torch.enable_grad()
-        with modes[0], modes[1], unhooked(), without_kept_weights(), alone:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            unhooked(),
+            without_kept_weights(),
+            alone,
+        ):
             yield
 
     def _traced(

@@ -190,7 +190,7 @@ def _kept(
         threads=1,
         torch=torch.__version__,
         settings=what,
-        method=1,  # changes with how it is measured
+        method=2,  # changes with how it is measured
     )
     with ProfileStore() as store:
         known = None if anew else store.find("link", conditions)

@@ -48,7 +48,7 @@ _ENOUGH_NS: Final = 4_000_000_000  # after so long, the fewest rounds do
 _MOST_STEPS: Final = 5  # of one round
 _ROUND_NS: Final = 500_000_000  # steps of a round take about as long, or there is one
 _GAIN: Final = 0.02  # less is taken for noise, and the split goes
-_METHOD: Final = 2  # changes with what is measured
+_METHOD: Final = 3  # changes with what is measured
 
 Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
