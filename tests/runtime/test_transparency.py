@@ -265,7 +265,7 @@ def test_a_detached_branch_gets_no_gradient() -> None:
     [
         ("gpt2", "torch.export (non-strict)"),
         ("mixtral", "torch.export (non-strict), export branches of _can_use_grouped_mm"),
-        ("masked_transformer", "module granularity, opaque leaves"),
+        ("masked_transformer", "torch.export (non-strict)"),
         ("data_dependent", "module granularity, opaque leaves"),
     ],
 )

@@ -17,10 +17,7 @@ from baechi.tracing import ladder
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # What has a plan for each size, with the reason that `placed.remarks` gives.
-REFUSED: dict[str, str] = {
-    "data_dependent": "with symbols for sizes, it runs other operators",
-    "masked_transformer": "with symbols for sizes, it runs other operators",
-}
+REFUSED = {"data_dependent": "with symbols for sizes, it runs other operators"}
 
 QUICK = ["towers", "buffers", "inputs_as_outputs", "plain_dataclass"]
 OTHERS = [name for name in ALL if name not in QUICK]
