@@ -143,12 +143,15 @@ def together(
 
 
 def _part(
-    name: str, alone: Sequence[OpCost], whole_ns: int, least_ns: int = 0
+    name: str, alone: Sequence[OpCost], whole_ns: int, busy_ns: int = 0
 ) -> Callable[[OpCost], int]:
-    """An operator's part of the whole, where that is known; up to the least it can be less."""
+    """An operator's part of the whole; its own time where nothing follows from that.
+
+    That is where it is unknown, or longer than all alone while a GPU was busy for longer still.
+    """
     own = attrgetter(name)
     alone_ns = sum(map(own, alone))
-    if not alone_ns or not whole_ns or alone_ns <= whole_ns <= least_ns:
+    if not alone_ns or not whole_ns or alone_ns <= whole_ns <= busy_ns:
         return own
     # What takes next to no time is not taken for nothing.
     return lambda cost: max(min(own(cost), 2), own(cost) * whole_ns // alone_ns)

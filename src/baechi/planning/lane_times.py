@@ -29,14 +29,18 @@ def settled(
     cluster: Cluster,
     placement: Placement,
     solve: Callable[[OpGraph], Placement] | None,
+    fits: Callable[[OpGraph, Placement], bool],
 ) -> tuple[OpGraph, Placement]:
     """The faster of two placements, and the graph with the times that operators have in it.
+
+    Where neither fits by these times, what was given: it fits by those of lanes always busy.
 
     Args:
         graph: With times of all lanes busy.
         cluster: The devices.
         placement: That for these times.
         solve: What finds another, for lanes that take nothing from each other; None for none.
+        fits: Whether a placement fits by the times of a graph.
     """
     free = {kind: row for kind, row in graph.times.items() if lanes_of(kind)[1] == 1}
     if not any(device.lane_of for device in cluster.devices) or len(free) == len(graph.times):
@@ -45,16 +49,16 @@ def settled(
     if solve is not None:
         with suppress(InfeasibleError):
             found.append(_in_plan(graph, cluster, solve(replace(graph, times=free))))
-    return min(found, key=lambda pair: pair[1].stats["makespan_ns"])
+    fitting = [pair for pair in found if fits(*pair)]
+    return min(fitting, key=lambda pair: pair[1].stats["makespan_ns"], default=(graph, placement))
 
 
 def _in_plan(graph: OpGraph, cluster: Cluster, placement: Placement) -> tuple[OpGraph, Placement]:
     """The graph with the times of lanes that operators have in a placement, and this for it."""
-    own = graph
+    own, mine = graph, replace(placement, graph_digest=graph.digest)
     for _ in range(_ROUNDS):
-        own_placement = replace(placement, graph_digest=own.digest)
         rows = {kind: list(row) for kind, row in graph.times.items()}
-        for span, others_ns in _beside(simulate(own, cluster, own_placement).spans, cluster):
+        for span, others_ns in _beside(simulate(own, cluster, mine).spans, cluster):
             kind = cluster.devices[span.device].kind
             alone = (
                 graph.times[kind][span.op] if kind in graph.times else graph.ops[span.op].time_ns
@@ -65,9 +69,9 @@ def _in_plan(graph: OpGraph, cluster: Cluster, placement: Placement) -> tuple[Op
                     more = (row[span.op] - alone) * others_ns
                     row[span.op] = alone + more // ((span.end_ns - span.start_ns) * (lanes - 1))
         own = replace(graph, times={kind: tuple(row) for kind, row in rows.items()})
-    own_placement = replace(placement, graph_digest=own.digest)
-    step_ns = simulate(own, cluster, own_placement).makespan_ns
-    return own, replace(own_placement, stats={**placement.stats, "makespan_ns": step_ns})
+        mine = replace(placement, graph_digest=own.digest)
+    step_ns = simulate(own, cluster, mine).makespan_ns
+    return own, replace(mine, stats={**placement.stats, "makespan_ns": step_ns})
 
 
 def _beside(spans: Sequence[Span], cluster: Cluster) -> Iterator[tuple[Span, int]]:

@@ -11,8 +11,10 @@ from baechi.planning.lane_times import settled
 from baechi.planning.options import Options
 from baechi.probing.graph_launches import tape_costs
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import overflows
 from baechi.processes.agreement import placement_for_all
-from baechi.program.stream_memory import solve_with_held
+from baechi.program.stream_memory import scheduled, solve_with_held
+from baechi.records.cluster import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement
@@ -110,7 +112,8 @@ def _search_here(
             other = solved if placement is None and options.placer == "auto" else None
             placement = placement or solved(graph)
             if all(options.gpus) and batches == 1:
-                graph, placement = settled(graph, cluster, placement, other)
+                fits = partial(_fits, options, constraints)
+                graph, placement = settled(graph, cluster, placement, other, fits)
             return graph, placement, again
         except (InfeasibleError, InputError) as error:
             if isinstance(error, InfeasibleError) and training and not options.checkpoint:
@@ -129,6 +132,13 @@ def _search_here(
         "be the first, or give it as example_args; or call unplace(), and place the model "
         "anew.",
     )
+
+
+def _fits(
+    options: Options, constraints: Constraints | None, graph: OpGraph, placement: Placement
+) -> bool:
+    schedule = scheduled(graph, options.cluster, placement, options.gpus, replayed=options.replayed)
+    return not overflows(schedule, options.cluster, constraints)
 
 
 def _recomputed(options: Options, traced: Traced) -> Any:
