@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import constraints_for, graphs
+from strategies import constraints_for, graphs, snapshots
 
 import baechi
 from baechi import (
@@ -42,35 +42,6 @@ def grid(switches=2, nodes=2, devices=2, memory=100):
     return Topology.grid(
         switches, nodes, devices, memory, node_link=NEAR, switch_link=NEAR, site_link=FAR
     )
-
-
-@st.composite
-def snapshots(draw, graph):
-    """What is left of a few nodes, with about the memory that the graph needs, or less."""
-    total = sum(op.persistent_bytes for op in graph.ops) + sum(t.nbytes for t in graph.tensors)
-    count = draw(st.integers(1, 5))
-    nodes = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
-    devices = tuple(
-        Device(f"d{at}", draw(st.integers(0, total + 60)), draw(st.sampled_from([1.0, 0.5, 2.0])))
-        for at in range(count)
-    )
-    link = st.builds(Link, st.integers(0, 9), st.sampled_from([10**9, 10**10]))
-    topology = Topology(
-        devices,
-        tuple(f"n{node}" for node in nodes),
-        tuple(f"s{node // 2}" for node in nodes),
-        draw(link),
-        draw(link | st.none()),
-        draw(link | st.none()),
-    )
-    site = Site.of(topology, draw(st.sampled_from(["fractional", "whole"])))
-    uses = tuple(
-        Use(
-            draw(st.integers(0, device.memory_bytes // 2)), draw(st.sampled_from([0, 0, 500, 1000]))
-        )
-        for device in devices
-    )
-    return Snapshot(site, 7, uses)
 
 
 def where(site, names):

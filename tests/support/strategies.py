@@ -22,10 +22,13 @@ from baechi import (
     Placement,
     Profile,
     Tensor,
+    Topology,
     Traced,
 )
 from baechi.placers.linear_programs import FavoriteProgram
 from baechi.problem.problem_arrays import Problem
+from baechi.scheduling.claims import Use
+from baechi.scheduling.snapshot import Site, Snapshot
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 
 times = st.integers(0, 30)
@@ -288,3 +291,32 @@ def layered(n, width, seed, cost=100.0):
     pairs = np.unique(parent * n + child)
     costs = draw.uniform(0.1, cost, len(pairs))
     return FavoriteProgram(draw.uniform(1.0, 100.0, n), pairs // n, pairs % n, costs)
+
+
+@st.composite
+def snapshots(draw, graph):
+    """What is left of a few nodes, with about the memory that the graph needs, or less."""
+    total = sum(op.persistent_bytes for op in graph.ops) + sum(t.nbytes for t in graph.tensors)
+    count = draw(st.integers(1, 5))
+    nodes = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    devices = tuple(
+        Device(f"d{at}", draw(st.integers(0, total + 60)), draw(st.sampled_from([1.0, 0.5, 2.0])))
+        for at in range(count)
+    )
+    link = st.builds(Link, st.integers(0, 9), st.sampled_from([10**9, 10**10]))
+    topology = Topology(
+        devices,
+        tuple(f"n{node}" for node in nodes),
+        tuple(f"s{node // 2}" for node in nodes),
+        draw(link),
+        draw(link | st.none()),
+        draw(link | st.none()),
+    )
+    site = Site.of(topology, draw(st.sampled_from(["fractional", "whole"])))
+    uses = tuple(
+        Use(
+            draw(st.integers(0, device.memory_bytes // 2)), draw(st.sampled_from([0, 0, 500, 1000]))
+        )
+        for device in devices
+    )
+    return Snapshot(site, 7, uses)

@@ -132,12 +132,12 @@ def explore(
             continue
         left -= 1
         chosen = [rooms[at] for at in candidate.rooms]
-        problem = _problem(graph, snapshot, chosen, wish)
+        problem = problem_of(graph, snapshot, chosen, wish)
         placement = _scheduled(problem)
         if placement is None:
             untried.append(candidate)
         else:
-            found.append(_decided(problem, placement, snapshot, chosen))
+            found.append(decided(problem, placement, snapshot, chosen))
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
     found = _pareto(found)
@@ -166,7 +166,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
         )
     few = [row for row in rows if len(row.rooms) <= _EXPLAINED] or rows
     largest = max(few, key=lambda row: (row.memory_bytes, -len(row.rooms)))
-    raise _missing(_problem(graph, snapshot, [rooms[at] for at in largest.rooms], wish))
+    raise _missing(problem_of(graph, snapshot, [rooms[at] for at in largest.rooms], wish))
 
 
 def _missing(problem: Problem) -> InfeasibleError:
@@ -208,7 +208,7 @@ def _missing(problem: Problem) -> InfeasibleError:
     return InfeasibleError(text, subject, max(needs), left, high, name)
 
 
-def _problem(graph: OpGraph, snapshot: Snapshot, chosen: Sequence[Room], wish: Wish) -> Problem:
+def problem_of(graph: OpGraph, snapshot: Snapshot, chosen: Sequence[Room], wish: Wish) -> Problem:
     """The problem of a few rooms, without constraints on the devices of others."""
     cluster, limits = snapshot.part(chosen), wish.constraints
     if limits == Constraints():
@@ -252,14 +252,14 @@ def _solved(
     problems = []
     for row in sets:
         chosen = [rooms[at] for at in row]
-        problem = _problem(graph, snapshot, chosen, wish)
+        problem = problem_of(graph, snapshot, chosen, wish)
         if not is_hopeless(problem):
             problems.append((chosen, problem))
     for solver in (_packed,) if wish.effort == "fast" else (_packed, find):
         for chosen, problem in problems:
             placement = solver(problem)
             if placement is not None:
-                return [_decided(problem, placement, snapshot, chosen)]
+                return [decided(problem, placement, snapshot, chosen)]
     return []
 
 
@@ -274,12 +274,12 @@ def _polished(
 ) -> Decision:
     """The placement by `solve` on the devices of a decision, or the decision if there is none."""
     chosen = [room for room in rooms if room.device in decision.cluster.devices]
-    problem = _problem(graph, snapshot, chosen, wish)
+    problem = problem_of(graph, snapshot, chosen, wish)
     placement = find(problem, _POLISH[wish.effort])
-    return decision if placement is None else _decided(problem, placement, snapshot, chosen)
+    return decision if placement is None else decided(problem, placement, snapshot, chosen)
 
 
-def _decided(
+def decided(
     problem: Problem, placement: Placement, snapshot: Snapshot, chosen: Sequence[Room]
 ) -> Decision:
     """The decision with only the devices that are used."""
