@@ -454,14 +454,14 @@ class Checking(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        if not torch.isfinite(x).all():
+        if not (x < 1e3).all():
             x = x.clamp(-1, 1)
         return self.second(x)
 
 
 def test_a_model_that_stays_whole_says_because_of_which_line() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), Checking()), torch.randn(2, 4)
-    words = r"1 of this Sequential, with 67% of .*test_placing.py.*isfinite\(x\).all\(\):\. Let"
+    words = r"1 of this Sequential, with 67% of .*test_placing.py.*not \(x < 1e3\).all\(\):\. Let"
     options = {"costs": "estimate", "progress": False, "example_args": (x,)}
     with pytest.warns(UserWarning, match=words):
         placed = baechi.place(model, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, **options)

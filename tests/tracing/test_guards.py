@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import baechi
 from baechi.runtime.specialization import held_by
 from baechi.torch_support.torch_devices import torch_threads
-from baechi.tracing.guards import CHECK, Attributes
+from baechi.tracing.guards import Attributes
 from baechi.tracing.subgraph import extract
+from baechi.tracing.truth_values import CHECK
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -566,7 +567,7 @@ class Signs(nn.Module):
         return x if x.sum().item() > 0.5 else -x
 
 
-def seeded(kind: type[nn.Module]) -> nn.Module:
+def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
@@ -597,14 +598,58 @@ def test_who_takes_another_branch_is_told_which() -> None:
     x, mask = torch.randn(3, 4), torch.ones(4, dtype=torch.bool)
     placed = at_random(seeded(Careful), (x, mask))
     wanted = placed(x, mask)
-    assert [row.split()[2] for row in placed.remarks] == ["False", "False", "True"]
+    assert [row.split()[2] for row in placed.remarks] == ["False", "False"]
     corner = torch.zeros(3, 4)
     corner[0, 0] = float("inf")  # and so is a row of activations
-    for other in ((x * float("nan"), mask), (x + corner, mask), (x, ~mask)):
+    with pytest.raises(baechi.InputError, match=r"asks about values of arguments"):
+        placed(x, ~mask)  # which would be another plan
+    for other in ((x * float("nan"), mask), (x + corner, mask)):
         with pytest.raises(baechi.ExecutionError, match=r"would now read .*submodule") as caught:
             placed(*other)
         assert "test_guards.py" in str(caught.value)
     assert torch.equal(placed(x, mask), wanted)
+
+
+class Checked(nn.Module):
+    """Clamps what overflows, as layers of detectors do, and reads what comes twice."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.odd = nn.Linear(4, 4), nn.Linear(4, 4), odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).sigmoid() * self.second(x) + x.exp()
+        asked = (hidden > -1e9).all() if self.odd else torch.isfinite(hidden).all()
+        return hidden if asked else hidden.clamp(-1e4, 1e4)
+
+
+class Detector(nn.Module):
+    """A part that asks, of what others read, too, and that has less than half of the parameters."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.body, self.part, self.head = nn.Linear(4, 4), Checked(odd), nn.Linear(4, 12)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.body(x).tanh()
+        if not (self.part.odd or mask.all()):
+            x = x * mask
+        return self.head(self.part(x) + x.cos() * x)
+
+
+def test_a_part_that_checks_for_finite_numbers_is_split() -> None:
+    """Whole, its gradients of what others read would be added up inside, in another order."""
+    mask = torch.tensor([True, False, True, True])
+    x, unsplit = torch.randn(3, 4), seeded(Detector)
+    placed = baechi.place(
+        seeded(Detector), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, placer="round-robin", costs="estimate"
+    )
+    with one_thread():
+        for each in (mask, ~mask, torch.ones_like(mask)):
+            assert not step(unsplit, (x, each), {}).differs_from(step(placed, (x, each), {}))
+            assert placed.traced.rung == RUNG
+    odd = baechi.trace(seeded(partial(Detector, odd=True)), (x, mask))
+    assert odd.rung == "module granularity, opaque leaves"  # which takes every value
 
 
 class Wordy(nn.Module):

@@ -42,10 +42,10 @@ from baechi.torch_support.torch_internals import gradient_hooks, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
+from baechi.tracing.truth_values import truth_values_of
 from baechi.tracing.workarounds import compact
 
 _AS_SHORT: Final = 1.01

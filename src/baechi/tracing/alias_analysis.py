@@ -37,10 +37,10 @@ from baechi.torch_support.torch_internals import (
     version_of,
 )
 from baechi.tracing.fx_nodes import node_arguments, nodes_inside, schema_arguments
-from baechi.tracing.guards import CHECK
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
+from baechi.tracing.truth_values import CHECK
 from baechi.tracing.workarounds import most_selected, resized_by_symbols
 
 

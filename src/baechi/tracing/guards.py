@@ -1,38 +1,37 @@
 """Guards: what has to be as in the trace for a call to be valid, besides its arguments.
 
-    Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
-    GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
-                   code sees the caller's mode, and where it reads it, the trace is of that mode
-    Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
-                   or `config.output_hidden_states = True` the model is another program
-    HeldObjects    what all these look at, by identity: some nanoseconds for each element
-    TruthValues    `if torch.isnan(x).any(): ...`: those of the example, checked in every call
-
-Where forward branches on truth values, the model runs once on real tensors, and its truth values
-are replayed in the trace, each with an operator that checks it.
+Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
+GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
+code sees the caller's mode, and where it reads it, the trace is of that mode
+Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
+or `config.output_hidden_states = True` the model is another program
+HeldObjects    what all these look at, by identity: some nanoseconds for each element
 """
 
 import argparse
 import copy
 import dataclasses
-import linecache
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from operator import attrgetter, is_, itemgetter
-from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Final, final
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from baechi._core import same_contents
-from baechi.torch_support.torch_internals import CALL, FunctionMode, hooks_given
+from baechi.torch_support.torch_internals import CALL, hooks_given
 
 _KINDS: Final = ("cpu", "cuda")
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
@@ -445,83 +444,3 @@ def _is_plain(value: Any, kinds: tuple[Any, ...] = _PLAIN) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(row, kinds) for pair in value.items() for row in pair)
     return isinstance(value, kinds)
-
-
-CHECK: Final = "aten._assert_async."  # prefix of the operators that check
-# What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
-_MOST_BYTES: Final = 254
-_READS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
-TruthValue = tuple[torch.Size, bool]  # of a tensor of this shape
-
-
-@final
-class TruthValues(FunctionMode):
-    """Records the truth values of a real run, or replays them in a trace.
-
-    Args:
-        recorded: Of a real run, in order; None in that run itself.
-    """
-
-    def __init__(self, recorded: list[TruthValue] | None = None) -> None:
-        super().__init__()
-        self._replays = recorded is not None
-        self.recorded: list[TruthValue] = [] if recorded is None else recorded
-        self._rest = iter(self.recorded)
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function, or the truth value that it asks for."""
-        if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
-            return func(*args, **kwargs)
-        if self._replays:
-            return self._replay(args[0])
-        answer = bool(func(args[0]))
-        self.recorded.append((args[0].shape, answer))
-        return answer
-
-    def _replay(self, tensor: torch.Tensor) -> bool:
-        """The next truth value, with its check in the trace."""
-        shape, answer = next(self._rest, (None, False))
-        if shape != tensor.shape:
-            raise RuntimeError("forward asks for other values when it is traced than when it runs")
-        truth = tensor.detach().reshape(()) != 0
-        torch._assert_async(truth if answer else ~truth, _words(answer))
-        return answer
-
-
-def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
-    """The check on a GPU: the host reads the value, as the model's code does.
-
-    There a check that fails would end all that the process does with CUDA, and already made-up
-    inputs may fail it.
-    """
-    if not truth:
-        raise RuntimeError(words)
-
-
-def truth_values_of(graph: fx.Graph) -> tuple[str, ...]:
-    """The truth values that every call of a traced graph must repeat, a sentence each."""
-    words = [str(node.args[1]) for node in graph.nodes if str(node.target).startswith(CHECK)]
-    read = (word.partition(" when ")[0] for word in words if word.startswith("forward read"))
-    return tuple(f"{row} in the trace; a call that reads another value is refused." for row in read)
-
-
-def _words(answer: bool) -> str:
-    before = f"forward read {answer} at "
-    after = (
-        f" when the model was traced, and would now read {not answer}. Put code that looks at "
-        "values in a submodule, which stays whole; or place the model anew with such an example."
-    )
-    room = _MOST_BYTES - len((before + after).encode())
-    line = model_line().encode()
-    if len(line) > room:
-        line = line[: room - 3] + b"..."
-    return before + line.decode(errors="ignore") + after
-
-
-def model_line() -> str:
-    """The innermost line that runs now and is neither torch's nor ours."""
-    for frame, line in traceback.walk_stack(None):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in OURS:
-            file = frame.f_code.co_filename
-            return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
-    return "a line of its own"

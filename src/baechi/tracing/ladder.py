@@ -6,7 +6,8 @@
                                  submodule that cannot be traced
     torch.export, numbers        those that forward reads from integers among the arguments, too;
                                  tried before a submodule stays whole with most of the parameters
-    torch.export, truth values   those of the example's tensors, each with a check
+    torch.export, truth values   those of the example's tensors, each with a check; in the place of
+                                 a part that stays whole if all say that numbers are finite
 
 Each rung traces the same flat function (`calling_convention.flat_model`). The rung taken, and why
 those above failed, with the model's own line, are kept in `Traced.attempts`.
@@ -16,7 +17,7 @@ import linecache
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ from baechi.tracing.fx_nodes import (
     without_whole_slices,
 )
 from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace
-from baechi.tracing.guards import Attributes, GradientMode, TruthValue, TruthValues
+from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.observers import in_turn, reads_noted, without_observers
 from baechi.tracing.pytrees import Structure
@@ -65,6 +66,7 @@ from baechi.tracing.side_effects import (
     unchanged,
 )
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
+from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
 
 
@@ -77,6 +79,7 @@ class Capture:
     returned: Structure
     questions: Questions = field(default_factory=Questions)
     sets: Sequence[str] = ()
+    lasts: bool = True  # whether truth values that calls must repeat say that numbers are finite
 
 
 def _non_strict(
@@ -84,10 +87,11 @@ def _non_strict(
     branches: EagerBranches,
     model: nn.Module,
     call: Call,
-    truth_values: list[TruthValue] | None = None,
+    truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
     outside = OutsideTensors()
+    replayed = None if truth_values is None else TruthValues(truth_values)
     sets: list[str] = []
     modes: list[tuple[dict[str, Any], str, str]] = []
     exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # submodules, with their attributes
@@ -96,11 +100,10 @@ def _non_strict(
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(buffers_kept(model))
+            stack.enter_context(replayed or nullcontext())  # for what nobody else answers
             stack.enter_context(branches.taken(tensors, call.tensors if call.may_ask else ()))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
-            if truth_values is not None:
-                stack.enter_context(TruthValues(truth_values))
             if not branches.nested:
                 stack.enter_context(outside)
             before, parts = Attributes(model), {*model.modules()}
@@ -142,7 +145,8 @@ def _non_strict(
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
-        return Capture(without_layouts(module), returned[-1], branches.questions, sets)
+        lasts = replayed is None or replayed.are_checks
+        return Capture(without_layouts(module), returned[-1], branches.questions, sets, lasts)
 
 
 def _truth_values(
@@ -270,28 +274,30 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
     before = Attributes(model)
     for rung, capture in ladder(mode, places):
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
-        if places and _TRUTHS in rung and not asked:
+        if (places or whole is not None) and _TRUTHS in rung and not asked:
             continue  # a run on real tensors would say nothing new
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
+                if whole is not None and not captured.lasts:
+                    break
                 ops, tensors, module = _lowered(model, call, captured, places, before)
                 module = replace(module, gradients=mode.observed, reads=reads)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             traced = Traced(name, ops, tensors, taken, model.training, module)
-            if whole is not None or not (stays := unsplit_part(traced)):
+            # Of any part, where truth values may be what is in the way.
+            if whole is not None or not (stays := unsplit_part(traced, 0.0 if asked else 0.5)):
                 return traced
             whole = traced
             attempts.append(Attempt(rung, stays))
-            continue
         except (InputError, TraceError, torch.OutOfMemoryError):
             if whole is None:
                 raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-        if whole is not None:
-            return whole
+    if whole is not None:
+        return whole
     meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
     if not (places or meta):
         _refuse_failing(model, call)

@@ -33,8 +33,9 @@ from baechi.torch_support.torch_internals import (
     version_of,
     without_gradient_hooks,
 )
-from baechi.tracing.guards import OF_TORCH, model_line
+from baechi.tracing.guards import OF_TORCH
 from baechi.tracing.pytrees import is_container
+from baechi.tracing.truth_values import model_line
 
 _REGISTER: Final = (
     "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "

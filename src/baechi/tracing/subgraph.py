@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from baechi.traced.traced_model import Traced
-from baechi.tracing.guards import CHECK, check
 from baechi.tracing.observers import Observer, without_observers
+from baechi.tracing.truth_values import CHECK, check
 
 
 @final
@@ -126,17 +126,17 @@ def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str,
     return {target: module.get_submodule(target) for target in targets}
 
 
-def unsplit_part(traced: Traced) -> str:
+def unsplit_part(traced: Traced, least: float = 0.5) -> str:
     """A sentence about the submodule that stays whole with most of the model's parameters.
 
-    Empty where there is none of several parts.
+    Empty where there is none of several parts, with a larger share of them than `least`.
     """
     module = traced.module
     total = sum(tensor.nbytes for tensor in module.model.parameters())
     for path, leaf in opaque_leaves(module.graph_module, module.graph_module.graph.nodes).items():
         parts = [part for part in leaf.modules() if any(True for _ in part.parameters(False))]
         share = sum(tensor.nbytes for tensor in leaf.parameters()) / total if parts else 0
-        if len(parts) > 1 and share > 0.5:
+        if len(parts) > 1 and share > least:
             line = traced.attempts[0].reason.rpartition(" (at ")[2].removesuffix(")")
             return (
                 f"{path.removeprefix('model.')} of this {traced.name}, with {share:.0%} of its "

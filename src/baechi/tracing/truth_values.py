@@ -1,0 +1,137 @@
+"""Truth values that forward asks a tensor for: those of a real run, checked in every call.
+
+Where forward branches on truth values, as in `if torch.isnan(x).any(): ...`, the model runs once on
+real tensors, and its truth values are replayed in the trace, each with an operator that checks it.
+"""
+
+import linecache
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import fx, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from baechi.torch_support.torch_internals import FunctionMode
+from baechi.tracing.guards import OURS
+
+CHECK: Final = "aten._assert_async."  # prefix of the operators that check
+# What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
+_MOST_BYTES: Final = 254
+_READS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
+_REDUCED: Final = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
+_FINITE: Final = (
+    *(torch.isfinite, torch.isinf, torch.isnan),
+    *(torch.Tensor.isfinite, torch.Tensor.isinf, torch.Tensor.isnan),
+)
+Asker = tuple[int, str, int]  # the id of a module, and the line of Python that it runs
+
+
+@final
+class TruthValue(NamedTuple):
+    """What the truth value is of a tensor of this shape; and if it says that numbers are finite."""
+
+    shape: torch.Size
+    answer: bool
+    is_check: bool
+
+
+@final
+class TruthValues(FunctionMode):
+    """Records the truth values of a real run, or replays them in a trace.
+
+    Args:
+        recorded: Of a real run, by who asks, in order; None in that run itself.
+
+    Attributes:
+        are_checks: Whether all that were replayed say that numbers are finite.
+    """
+
+    def __init__(self, recorded: Mapping[Asker, Sequence[TruthValue]] | None = None) -> None:
+        super().__init__()
+        self.recorded: dict[Asker, list[TruthValue]] = defaultdict(list)
+        self._rest: Mapping[Asker, Iterator[TruthValue]] | None = (
+            None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
+        )
+        self._checks = WeakTensorKeyDictionary()
+        self.are_checks = True
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function, or the truth value that it asks for."""
+        if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
+            result = func(*args, **kwargs)
+            if func in _FINITE or (func in _REDUCED and args[0] in self._checks):
+                self._checks[result] = True
+            return result
+        if self._rest is not None:
+            return self._replay(args[0], self._rest)
+        answer = bool(func(args[0]))
+        found = TruthValue(args[0].shape, answer, args[0] in self._checks)
+        self.recorded[_asker()].append(found)
+        return answer
+
+    def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
+        """The asker's next truth value, with its check in the trace."""
+        row = next(rest.get(_asker(), iter(())), None)
+        if row is None or row.shape != tensor.shape:
+            raise RuntimeError("forward asks for other values when it is traced than when it runs")
+        self.are_checks &= row.is_check
+        truth = tensor.detach().reshape(()) != 0
+        torch._assert_async(truth if row.answer else ~truth, _words(row.answer))
+        return row.answer
+
+
+def _asker() -> Asker:
+    """Who asks for a truth value."""
+    frames = [frame for frame in traceback.walk_stack(None) if not _is_ours(frame[0])]
+    modules = (frame.f_locals.get("self") for frame, _ in frames)
+    module = next((each for each in modules if isinstance(each, nn.Module)), None)
+    file = frames[0][0].f_code.co_filename if frames else ""
+    return id(module), file, frames[0][1] if frames else 0
+
+
+def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
+    """The check on a GPU: the host reads the value, as the model's code does.
+
+    There a check that fails would end all that the process does with CUDA, and already made-up
+    inputs may fail it.
+    """
+    if not truth:
+        raise RuntimeError(words)
+
+
+def truth_values_of(graph: fx.Graph) -> tuple[str, ...]:
+    """The truth values that every call of a traced graph must repeat, a sentence each."""
+    words = [str(node.args[1]) for node in graph.nodes if str(node.target).startswith(CHECK)]
+    read = (word.partition(" when ")[0] for word in words if word.startswith("forward read"))
+    return tuple(f"{row} in the trace; a call that reads another value is refused." for row in read)
+
+
+def _words(answer: bool) -> str:
+    before = f"forward read {answer} at "
+    after = (
+        f" when the model was traced, and would now read {not answer}. Put code that looks at "
+        "values in a submodule, which stays whole; or place the model anew with such an example."
+    )
+    room = _MOST_BYTES - len((before + after).encode())
+    line = model_line().encode()
+    if len(line) > room:
+        line = line[: room - 3] + b"..."
+    return before + line.decode(errors="ignore") + after
+
+
+def model_line() -> str:
+    """The innermost line that runs now and is neither torch's nor ours."""
+    for frame, line in traceback.walk_stack(None):
+        if not _is_ours(frame):
+            file = frame.f_code.co_filename
+            return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
+    return "a line of its own"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in OURS
