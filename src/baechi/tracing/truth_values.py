@@ -64,7 +64,7 @@ class TruthValues(FunctionMode):
         """The result of a function, or the truth value that it asks for."""
         if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
             result = func(*args, **kwargs)
-            if func in _FINITE or (func in _REDUCED and args[0] in self._checks):
+            if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
                 self._checks[result] = True
             return result
         if self._rest is not None:
@@ -86,12 +86,12 @@ class TruthValues(FunctionMode):
 
 
 def _asker() -> Asker:
-    """Who asks for a truth value."""
-    frames = [frame for frame in traceback.walk_stack(None) if not _is_ours(frame[0])]
-    modules = (frame.f_locals.get("self") for frame, _ in frames)
-    module = next((each for each in modules if isinstance(each, nn.Module)), None)
-    file = frames[0][0].f_code.co_filename if frames else ""
-    return id(module), file, frames[0][1] if frames else 0
+    """Who asks for a truth value: the innermost of the model's own functions, and its module."""
+    frames = [row for row in traceback.walk_stack(None) if not _is_ours(row[0])]
+    firsts = (frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) for frame, _ in frames)
+    module = next((first for first in firsts if isinstance(first, nn.Module)), None)
+    file, line = (frames[0][0].f_code.co_filename, frames[0][1]) if frames else ("", 0)
+    return id(module), file, line
 
 
 def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
