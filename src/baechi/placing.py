@@ -81,7 +81,7 @@ def place(
         model: Any module. It is what comes back, of a class derived from its own; `unplace()`
             undoes that.
         devices: As for `probe`: names, torch devices, `baechi.Device` values, a mapping from
-            names to capacities, a `Cluster`, or None for all that are visible.
+            names to capacities, a `Cluster`, or None for all that are visible; or `ranks()`.
         example_args: Positional arguments of one call, to specialize now.
         example_kwargs: Keyword arguments of that call.
         placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
@@ -104,7 +104,7 @@ def place(
         compile: Hand every segment to `torch.compile`, as in `apply`.
         cuda_graphs: Whether to capture work on CUDA devices as CUDA graphs, as in `apply`.
         checkpoint: Submodules that keep only their inputs for the backward and run forward again
-        there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
+            there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
             or as `"4GiB"`; or `True` for all of its memory. For a limit, submodules are chosen,
             none if the step fits without (`choose_checkpoint`).
         dynamic: Whether one plan may take calls of many sizes: a call that differs from an earlier

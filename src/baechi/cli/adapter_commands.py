@@ -1,4 +1,4 @@
-"""The commands for cluster managers: `baechi free`, `baechi claims` and `baechi slurm`."""
+"""The commands for cluster managers: `baechi free`, `claims`, `slurm`, `extender`, `operator`."""
 
 import json
 import signal

@@ -83,8 +83,8 @@ def probe(devices: Devices = None) -> Cluster:
         Devices with the memory that is free now, on GPUs less what torch's allocator and cuBLAS
         hold for themselves; or with the capacity given. Links as measured. All GPUs have one host,
         the thread that launches for them, and what they receive takes as much of it as between two
-        lanes of that GPU, or from another. CPUs have none: what their workers lose to Python's lock
-        is in no prediction.
+        lanes of that GPU, or from another. CPUs have none: `place` counts what their workers
+        lose to Python's lock.
 
     Raises:
         InputError: No devices, two of one name, an unknown one, one that is not there, a capacity

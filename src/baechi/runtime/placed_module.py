@@ -4,7 +4,7 @@
       trace, or placed step    self(...) -> Placed -> the model's own, in this thread
 
 `derived_class.py` has the class, `placed_state.py` what is kept beside the model. Calls of
-`self.forward` and of submodules are the model's own: they run where their weights are.
+submodules from outside have plans of their own; `self.forward` runs its submodules each by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

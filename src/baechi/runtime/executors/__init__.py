@@ -1,1 +1,1 @@
-"""Programs run by worker threads on CPUs, by streams on GPUs."""
+"""Programs run by worker threads on CPUs, by streams on GPUs, and by ranks."""
