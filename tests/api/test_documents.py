@@ -42,7 +42,7 @@ def writer() -> nn.Module:
 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/results/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "tests/**/*.md")
     for path in ROOT.glob(pattern)
 )
 
