@@ -2,8 +2,8 @@
 
 Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds are the longest
 path; the work, in all and between two times (Fernandez and Bussell, IEEE TC 1973); a guess that
-both refute (destructive improvement: Klein and Scholl, EJOR 1999): `csrc/bounds/bounds.cc`; and the
-launches of hosts.
+both refute (destructive improvement: Klein and Scholl, EJOR 1999): `csrc/bounds/bounds.cc`; the
+launches of hosts; and what is pinned.
 
 Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * sites)) for each guess;
 `_effort` keeps it near-linear.
