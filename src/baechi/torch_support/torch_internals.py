@@ -540,8 +540,8 @@ def frugal_export() -> Iterator[None]:
 def foreign_tracer() -> str:
     """The name of a tracer, transform or mode of torch that runs now; else empty.
 
-    Other than Dynamo, and devices as modes, which say where tensors are made. Modes below Python,
-    as FlopCounterMode, see what the caller's thread runs.
+    Other than Dynamo, and devices as modes, which say where tensors are made. Modes below Python
+    see what the caller's thread runs.
     """
     if torch.compiler.is_compiling():
         return "torch.export"
