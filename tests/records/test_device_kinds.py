@@ -1,7 +1,9 @@
 """The table of device kinds: what stands in it, what a user's file may add, and what is refused."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,14 @@ def test_every_kind_that_is_promised_is_there_with_a_source():
         assert len(kind.source) > 10
         assert kind.peak("fp16") >= kind.peak("fp32") >= kind.flops_per_s.get("fp64", 0)
         assert kind.peak("fp8") >= kind.peak("fp32")
+
+
+def test_an_h200_has_as_much_memory_as_one_showed():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    rows = (results / "2026-11-27-gpu-check-nvidia-h200.jsonl").read_text().splitlines()
+    gpu = next(row["gpus"][0] for row in map(json.loads, rows) if "gpus" in row)
+    shown = gpu["total_bytes"]
+    assert 0.999 * shown <= find(gpu["name"]).memory_bytes <= shown
 
 
 def test_every_kind_has_an_efficiency_for_every_class():
