@@ -3,7 +3,7 @@
 //
 // Local search of a whole step cannot repair two devices of which one works first and the other
 // later: every single change makes the step longer. In the beginning of a step it shows at once,
-// since one of them is idle there. So ops are added by time, `kStretch` per device at once, each to
+// since one of them is idle there. So ops are added by time, `stretch` of them at once, each to
 // the device where it ends first, and the search then changes only the last `kBack` stretches of
 // the order. Earlier stretches are good enough already, and an evaluation from there on is cheap.
 //

@@ -403,6 +403,16 @@ def test_a_scripted_submodule_is_refused_by_name() -> None:
         baechi.trace(Middle(scripted), (torch.randn(3, 4),))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+def test_a_submodule_that_torch_traced_is_refused_by_name() -> None:
+    """Its parameters are in no dict, so nobody could see one that is exchanged."""
+    x = torch.randn(3, 4)
+    model = Middle(torch.jit.trace(nn.Linear(4, 4), x))
+    with pytest.raises(baechi.TraceError, match="'middle' comes from torch"):
+        baechi.place(model, ["cpu:0", "cpu:1"], example_args=(x,), costs="estimate")
+
+
 def test_a_scripted_function_that_ran_before_keeps_its_gradient() -> None:
     with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         gelu = torch.jit.script(tanh_gelu)

@@ -31,7 +31,6 @@ from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispat
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.graph import _PyTreeCodeGen
-from torch.jit._script import RecursiveScriptModule
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
@@ -40,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
-__all__ += ["RecursiveScriptModule", "TorchDispatchMode", "enable_python_dispatcher"]
+__all__ += ["TorchDispatchMode", "enable_python_dispatcher"]
 __all__ += ["decompositions", "fake_kernels", "track_tensor_tree"]
 
 # The autograd engine.

@@ -28,7 +28,6 @@ from baechi.torch_support.torch_internals import (
     TRACER_CHECK,
     FakeTensor,
     FunctionBase,
-    RecursiveScriptModule,
     held_nodes_kept,
     hooks_of,
 )
@@ -82,10 +81,10 @@ def refuse_scripted(model: nn.Module) -> None:
             "that was scripted."
         )
     for name, module in model.named_modules():
-        if isinstance(module, RecursiveScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
-                f"module {name!r} comes from torch.jit.script or torch.jit.load and has no Python "
-                "to trace; put the module that was scripted in its place."
+                f"module {name!r} comes from torch.jit (script, trace, load) and has no Python to "
+                "trace; put the module that it was made of in its place."
             )
 
 
