@@ -47,7 +47,7 @@ def cluster(
         str | None,
         typer.Option(
             help="count, first-fit, consolidated, random, best-fit, spread, least-loaded or "
-            "baechi; if absent, what the policy is meant for, which is count for most."
+            "baechi; if absent, what the policy is meant for, which is best-fit for most."
         ),
     ] = None,
     sharing: Annotated[
