@@ -27,13 +27,13 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
     >>> parse_bytes("1.5KiB")
     1536
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise InputError(
             f"{what} is {size!r}, a {type(size).__name__}; "
             'give bytes as an int or a string such as "10GiB".'
         )
-    if isinstance(size, int):
-        nbytes = size
+    if not isinstance(size, str):
+        nbytes = size.__index__()  # NumPy's integers, too
     else:
         match = _SIZE.fullmatch(size)
         unit = match[3].lower() if match else ""

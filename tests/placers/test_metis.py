@@ -1,5 +1,6 @@
 """METIS's cuts: small examples, what is repaired, and what is said where there is no METIS."""
 
+import ctypes
 import importlib.util
 import random
 
@@ -146,3 +147,14 @@ def test_without_pymetis_it_says_what_to_install(monkeypatch):
     assert not Metis.available()
     with pytest.raises(InputError, match=r"pip install 'baechi\[metis\]'"):
         solve(knots(), Cluster.uniform(2, 10_000, LINK), "metis")
+
+
+def test_a_device_too_slow_for_one_group_gets_no_part(capfd):
+    # METIS would print on the stdout of the process that its graph has no vertices.
+    ops = tuple(Op(f"o{i}", 1000) for i in range(20))
+    graph = OpGraph(ops, tuple(Tensor(i, (i + 1,), 10) for i in range(19)))
+    rows = [Device(f"d{i}", 1000, 1.0 if i == 2 else 0.01) for i in range(4)]
+    placement = solve(graph, Cluster.connected(rows, LINK), "metis")
+    assert set(placement.devices) == {2}
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +100,10 @@ def test_a_cluster_is_a_value():
     assert hash(Cluster([A, B], [[None, LINK], [LINK, None]], "none")) == hash(cluster)
     with pytest.raises(AttributeError):
         cluster.ports = "shared"
+
+
+def test_memory_may_be_an_integer_of_numpy_and_becomes_int():
+    device = Device("a", np.int64(5))
+    assert device == Device("a", 5)
+    assert type(device.memory_bytes) is int
+    assert type(Cluster.uniform(2, np.int32(7), LINK).devices[0].memory_bytes) is int

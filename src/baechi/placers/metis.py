@@ -121,6 +121,8 @@ def _partitions(
         if len(devices) == 1:
             yield np.zeros(groups, np.int64), devices
             continue
+        if min(shares or [1.0]) * groups < 1:
+            continue  # a part of less than one group: METIS leaves it empty, and says so on stdout
         for tolerance in _TOLERANCES:
             partition = pymetis.part_graph(
                 len(devices),
