@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 import baechi
 from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, Topology
-from baechi.adapters.api_server import ApiServer
+from baechi.adapters.api_server import ApiError, ApiServer
 from baechi.adapters.extender_service import create_extender_app
 from baechi.adapters.graph_folder import GraphFolder
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, Extender
@@ -35,11 +35,11 @@ class Kubernetes:
     def __init__(self) -> None:
         self.bound: dict[str, str] = {}
         self.annotations: dict[str, dict[str, str]] = {}
-        self.fails = False
+        self.fails: int | None = None  # the HTTP status of a refusal; 0 where no answer comes
 
     def bind(self, namespace: str, name: str, uid: str, node: str, annotations: Any) -> None:
-        if self.fails:
-            raise OSError("away")
+        if self.fails is not None:
+            raise ApiError("away", self.fails)
         assert uid == f"uid-{name}"
         assert namespace == "team"
         self.bound[uid] = node
@@ -120,15 +120,30 @@ def test_binding_reserves_annotates_and_binds_once(
     assert "residual memory" in other["FailedNodes"]["node1"]
 
 
-def test_a_binding_that_fails_leaves_nothing_reserved(
+def test_a_binding_that_is_refused_leaves_nothing_reserved(
     ledger: Ledger, server: Kubernetes, extender: Extender
 ) -> None:
     extender.filter({"Pod": pod("a"), "NodeNames": NODES})
-    server.fails = True
+    server.fails = 409
     assert "was not bound: away" in extender.bind(binding("a", "node1"))["Error"]
     assert not ledger.snapshot().jobs
-    server.fails = False
+    server.fails = None
     assert extender.bind(binding("a", "node0")) == {"Error": ""}
+
+
+@pytest.mark.parametrize("status", [0, 504])
+def test_a_binding_without_an_answer_stays_reserved_since_the_pod_may_be_bound(
+    ledger: Ledger, server: Kubernetes, extender: Extender, status: int
+) -> None:
+    extender.filter({"Pod": pod("a"), "NodeNames": NODES})
+    server.fails = status
+    assert "was not bound: away" in extender.bind(binding("a", "node1"))["Error"]
+    assert len(ledger.snapshot().jobs) == 1
+    assert extender.filter({"Pod": pod("b"), "NodeNames": ["node1"]})["NodeNames"] == []
+    server.fails = None
+    assert extender.filter({"Pod": pod("a"), "NodeNames": NODES})["NodeNames"] == ["node1"]
+    assert extender.bind(binding("a", "node1")) == {"Error": ""}
+    assert len(ledger.snapshot().jobs) == 1
 
 
 def test_a_pod_that_is_bound_elsewhere_after_a_kill_has_one_reservation(
@@ -159,22 +174,23 @@ def test_no_device_is_held_twice_nor_leaked_whatever_happens_in_between() -> Non
                 (node,) = extender.filter({"Pod": pod(name), "NodeNames": NODES})["NodeNames"]
                 if attempt == 2:
                     continue
-                server.fails = attempt == 3
+                server.fails = 409 if attempt == 3 else None
                 said = extender.bind(binding(name, node))
-                server.fails = False
+                server.fails = None
                 assert (said["Error"] == "") == (attempt != 3)
             pods[name] = pod(name, node=node)
         assert sorted(server.bound.values()) == NODES
         assert len(ledger.snapshot().jobs) == 3
-        extender.reconcile({"items": [pods["p0"], pod("p1", node="node1", phase="Succeeded")]})
+        rows = [pods["p0"], pod("p1", node="node1", phase="Succeeded")]
+        extender.reconcile({"items": rows}, extender.version())
         assert list(ledger.snapshot().jobs) == ["pod/team/p0/uid-p0"]
-        extender.reconcile([])
+        extender.reconcile([], extender.version())
         assert all(use == (0, 0, 0) for use in ledger.snapshot().uses)
 
 
 def test_a_pod_that_somebody_else_has_bound_is_reserved(ledger: Ledger, extender: Extender) -> None:
     rows = [pod("a", node="node2"), pod("b"), pod("c", digest="unknown", node="node1")]
-    extender.reconcile({"items": rows})
+    extender.reconcile({"items": rows}, extender.version())
     assert list(ledger.snapshot().jobs) == ["pod/team/a/uid-a"]
 
 
@@ -239,6 +255,26 @@ def test_ended_pods_are_noticed_while_it_serves(extender: Extender, ledger: Ledg
     assert len(asked) > 1
 
 
+def test_a_pod_that_came_while_pods_were_listed_keeps_what_it_has(
+    extender: Extender, ledger: Ledger
+) -> None:
+    extender.filter({"Pod": pod("old"), "NodeNames": NODES})
+    extender.bind(binding("old", "node1"))
+
+    def pods() -> Any:
+        """The list of before the pod that is bound while it is on its way."""
+        if len(ledger.snapshot().jobs) < 2:
+            extender.filter({"Pod": pod("new"), "NodeNames": ["node2"]})
+            extender.bind(binding("new", "node2"))
+            return {"items": []}
+        raise OSError("away")
+
+    with TestClient(create_extender_app(extender, pods, every_s=60)) as web:
+        while "pod/team/old/uid-old" in ledger.snapshot().jobs:
+            assert web.get("/healthz").status_code == 200
+    assert list(ledger.snapshot().jobs) == ["pod/team/new/uid-new"]
+
+
 class Api:
     """An API server with one pod: what was asked of it, and what it answers."""
 
@@ -292,6 +328,9 @@ def test_what_the_api_server_refuses_is_told(account: Any, tmp_path) -> None:
 
     with pytest.raises(OSError, match="refused"):
         ApiServer("http://api", account, transport=httpx.MockTransport(away)).pods()
+    page = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    with pytest.raises(ApiError, match=r"no JSON but '<html>'"):
+        ApiServer("http://api", account, transport=page).pods()
     with pytest.raises(InputError, match="no service account's token"):
         ApiServer(account=tmp_path / "nowhere")
 

@@ -73,7 +73,7 @@ class ApiServer:
         pod = f"/api/v1/namespaces/{namespace}/pods/{name}"
         found = self.ask("GET", pod)
         if found["metadata"]["uid"] != uid:
-            raise ApiError(f"pod {namespace}/{name} is another one now.")
+            raise ApiError(f"pod {namespace}/{name} is another one now.", 409)
         metadata = {"uid": uid, "annotations": dict(annotations)}
         patch = {"metadata": metadata}
         self.ask("PATCH", pod, patch, MERGE)
@@ -117,4 +117,7 @@ class ApiServer:
         if answer.status_code >= 300:
             text = answer.text[:300]
             raise ApiError(f"{method} {path}: {answer.status_code} {text}", answer.status_code)
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:  # of something else that listens there
+            raise ApiError(f"{method} {path}: no JSON but {answer.text[:300]!r}") from error

@@ -31,12 +31,15 @@ def create_extender_app(
         with turn:
             return answer(asked)
 
+    def look(list_pods: Callable[[], Any]) -> None:
+        version, listed = extender.version(), list_pods()
+        with turn:
+            extender.reconcile(listed, version)
+
     async def watch(list_pods: Callable[[], Any]) -> None:
         while True:
             with suppress(OSError, BaechiError):  # the API server is away: the next time, then
-                await run_in_threadpool(
-                    in_turn, extender.reconcile, await run_in_threadpool(list_pods)
-                )
+                await run_in_threadpool(look, list_pods)
             await anyio.sleep(every_s)
 
     @asynccontextmanager

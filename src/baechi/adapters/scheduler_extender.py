@@ -48,7 +48,8 @@ class Extender:
     Args:
         ledger: Of a topology, whose nodes have the names that Kubernetes gives them.
         graph_of: The graph with a digest; raises `KeyError` where it is unknown.
-        bind: Binds a pod at the API server, after its annotations; raises `OSError` if it cannot.
+        bind: Binds a pod at the API server, after its annotations; raises `OSError` if it cannot,
+            with the HTTP `status` of a refusal.
         effort: As `Wish` takes it.
 
     Raises:
@@ -96,7 +97,11 @@ class Extender:
         return [{"Host": name, "Score": _HIGHEST * (name == chosen)} for name in names]
 
     def bind(self, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Reserves on the node, and binds the pod there; what it reserved goes if that fails."""
+        """Reserves on the node, and binds the pod there; what it reserved goes if that is refused.
+
+        Without an answer the pod may be bound, so it stays: the pod is sent there again, and
+        `reconcile` releases it once the pod is gone.
+        """
         try:
             with reading("the binding"):
                 fields = ("podNamespace", "podName", "podUID", "node")
@@ -112,7 +117,8 @@ class Extender:
                     namespace, name, uid, node, {GRAPH: digest, CLAIMS: annotation_of(claims)}
                 )
             except OSError as error:
-                self._ledger.release(job)
+                if 400 <= getattr(error, "status", 0) < 500:
+                    self._ledger.release(job)
                 return {"Error": f"{node}: the pod was not bound: {error}"}
         except BaechiError as error:
             return {"Error": str(error)}
@@ -142,7 +148,11 @@ class Extender:
         rows = self.prioritize({"pod": pod, "nodeNames": names})
         return {"nodeScore": {row["Host"]: row["Score"] for row in rows}, "errorMessage": ""}
 
-    def reconcile(self, pods: Any) -> None:
+    def version(self) -> int:
+        """The version of the ledger."""
+        return self._ledger.snapshot().version
+
+    def reconcile(self, pods: Any, version: int) -> None:
         """Makes the ledger as the pods are: what ended releases, what is bound reserves.
 
         A pod without a reservation was bound by somebody else, such as Volcano. Where there is no
@@ -150,6 +160,8 @@ class Extender:
 
         Args:
             pods: All pods, as the API server lists them.
+            version: Of the ledger before they were listed: what was reserved since is for pods that
+                may not be in the list.
 
         Raises:
             InputError: The list cannot be read.
@@ -162,7 +174,8 @@ class Extender:
                     alive[reservation_of(_PREFIX, row)] = row, node
         held = self._ledger.snapshot().jobs
         for job in sorted(held):
-            if job.startswith(_PREFIX) and job not in alive:
+            known = held[job].version <= version
+            if job.startswith(_PREFIX) and job not in alive and known:
                 self._ledger.release(job)
         for job, (row, node) in sorted(alive.items()):
             annotated = GRAPH in (row["metadata"].get("annotations") or {})

@@ -165,7 +165,7 @@ class _Service:
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
-            raise ServiceError(f"byte {error.start} is not UTF-8.", 422) from error
+            raise FormatError(f"byte {error.start} is not UTF-8, so this is no graph.") from error
         answer = await self._answer(Question(text))
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)

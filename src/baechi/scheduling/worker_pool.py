@@ -83,7 +83,7 @@ class Workers:
                 why = (
                     f"took longer than {self._seconds} s; use effort fast, or a coarser graph"
                     if isinstance(error, TimeoutError)
-                    else "ended the worker that computed it; was it out of memory?"
+                    else "ended the worker that computed it, perhaps for want of memory"
                 )
                 raise ServiceError(f"the answer {why}.", 503) from error
             finally:
