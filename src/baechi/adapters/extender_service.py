@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import anyio
@@ -18,12 +18,16 @@ _BODY_BYTES: Final = 64 * 2**20  # kube-scheduler sends whole nodes, if it may n
 
 
 def create_extender_app(
-    extender: Extender, pods: Callable[[], Any] | None = None, *, every_s: float = 10
+    extender: Extender,
+    pods: Callable[[], Any] | None = None,
+    *,
+    every_s: float = 10,
+    report: Callable[[str], object] = print,
 ) -> FastAPI:
     """The extender's endpoints: `/filter`, `/prioritize`, `/bind`, and Volcano's under `/volcano`.
 
     Questions are answered one after the other. With `pods`, which lists all pods, what ended ones
-    hold is released every so many seconds.
+    hold is released every so many seconds; `report` is told where that fails.
     """
     turn = threading.Lock()
 
@@ -38,8 +42,10 @@ def create_extender_app(
 
     async def watch(list_pods: Callable[[], Any]) -> None:
         while True:
-            with suppress(OSError, BaechiError):  # the API server is away: the next time, then
+            try:
                 await run_in_threadpool(look, list_pods)
+            except (OSError, BaechiError) as error:  # the API server is away: the next time, then
+                report(f"pods that have ended are not seen: {error}")
             await anyio.sleep(every_s)
 
     @asynccontextmanager

@@ -223,7 +223,7 @@ def extender(
         book = Ledger(base, ledger)
         closing.callback(book.close)
         asked = Extender(book, GraphFolder(graphs), server.bind, effort=effort)
-        app = create_extender_app(asked, server.pods)
+        app = create_extender_app(asked, server.pods, report=lambda text: say(text, error=True))
         run_service(app, listener, host, 10, closing.close)
 
 
