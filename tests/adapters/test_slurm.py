@@ -65,8 +65,9 @@ def test_what_is_missing_is_told() -> None:
         slurm_devices("NodeName=n1 Gres=gpu:a100:4 State=IDLE", KINDS)
     with pytest.raises(InputError, match=r"'a100' is unknown\. Did you mean A100"):
         slurm_devices(NODES)
-    with pytest.raises(InputError, match="has no NodeName"):
-        slurm_devices("JobId=7 State=RUNNING")
+    for text in ("JobId=7 State=RUNNING", "", "slurm_load_node error: Unable to contact\n"):
+        with pytest.raises(InputError, match="has no NodeName"):
+            slurm_devices(text)
     with pytest.raises(InputError, match="NODE/TYPE:NUMBER"):
         batch_script("job", ["n1"], ["train.py"])
     with pytest.raises(InputError, match="a command"):

@@ -13,6 +13,7 @@ from baechi import (
     Calibration,
     Cluster,
     Constraints,
+    Device,
     InputError,
     Link,
     Op,
@@ -480,6 +481,16 @@ def test_a_full_disk_is_one_line():
         result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == "error: output: No space left on device.\n"
+
+
+@pytest.mark.usefixtures("files")
+def test_a_terminal_that_is_not_utf_8_shows_codes():
+    baechi.dump(Cluster.connected([Device("gpü", 2**40)], Link(1, 1)), "one.cluster.json")
+    words = [sys.executable, "-m", "baechi", "solve", "a.graph.json", "one.cluster.json"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert r"The fullest device is gp\xfc" in result.stdout
 
 
 @pytest.mark.usefixtures("files")

@@ -120,12 +120,11 @@ def batch_script(
 
 def _nodes(text: str) -> Iterator[dict[str, str]]:
     """The fields of every node: of a line each with `-o`, of a paragraph without."""
-    for part in re.split(r"(?m)^(?=NodeName=)", text):
-        fields = dict(_FIELD.findall(part))
-        if fields:
-            if "NodeName" not in fields:
-                raise InputError("the text is none of scontrol show node -d: it has no NodeName.")
-            yield fields
+    _, *parts = re.split(r"(?m)^(?=NodeName=)", text)
+    if not parts:
+        raise InputError("the text is none of scontrol show node -d: it has no NodeName.")
+    for part in parts:
+        yield dict(_FIELD.findall(part))
 
 
 def _indices(text: str) -> Iterator[int]:

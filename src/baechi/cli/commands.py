@@ -4,6 +4,7 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
+import io
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -456,4 +457,7 @@ def _limits_of(
 
 def main() -> None:
     """The entry point `baechi`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a terminal that is not UTF-8, perhaps
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="baechi")
