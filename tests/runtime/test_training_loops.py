@@ -176,6 +176,20 @@ def test_retain_graph_and_gradients_asked_for_by_autograd_grad() -> None:
     module.unplace()
 
 
+def test_a_batch_of_gradients_goes_backward_at_once() -> None:
+    torch.manual_seed(0)
+    model, x = Outputs(), torch.randn(4, 5, requires_grad=True)
+    module = placed.at_random(copy.deepcopy(model), (x,))
+    found = []
+    for one in (model, module):
+        output = one(x)["one"]
+        rows = torch.eye(output.numel()).view(-1, *output.shape)
+        wanted = [x, one.trunk.weight]
+        found.append(torch.autograd.grad(output, wanted, rows, is_grads_batched=True))
+    assert all(map(placed.same, *found))
+    module.unplace()
+
+
 def test_frozen_layers_and_inputs_with_gradients() -> None:
     torch.manual_seed(0)
     model, x = Outputs(), torch.randn(4, 5, requires_grad=True)

@@ -369,4 +369,8 @@ def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
-    return gradient if gradient.untyped_storage().nbytes() <= gradient.nbytes else gradient.clone()
+    try:
+        shares = gradient.untyped_storage().nbytes() > gradient.nbytes
+    except NotImplementedError:  # a batch of gradients (is_grads_batched), which has no storage
+        shares = False
+    return gradient.clone() if shares else gradient
