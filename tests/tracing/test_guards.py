@@ -1,6 +1,7 @@
 """For which modes, attributes and truth values a trace is valid; another one is another program."""
 
 import copy
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,6 +121,54 @@ def test_what_is_set_back_runs_what_was_placed_first() -> None:
         torch.testing.assert_close(module(X), expected * value)
     assert len(module._specializations) == 2
     assert module.unplace().temperature == 1.0
+
+
+RATE, SETTINGS, TABLE = 1.0, SimpleNamespace(scale=1.0), {"shift": [0.0]}
+
+
+class ReadsGlobals(nn.Module):
+    """Reads them in forward, in a method, in a property and in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    @property
+    def shift(self) -> float:
+        return TABLE["shift"][0]
+
+    @staticmethod
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * SETTINGS.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rated(self.two(self.scaled(self.one(x)))) + self.shift
+
+
+def rated(x: torch.Tensor) -> torch.Tensor:
+    return x * RATE
+
+
+def test_a_global_variable_that_is_another_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = ReadsGlobals()
+    module = placed.lazily(copy.deepcopy(model))
+    here = sys.modules[__name__]
+    for change in (
+        lambda: None,
+        lambda: monkeypatch.setattr(here, "RATE", 0.5),
+        lambda: monkeypatch.setattr(SETTINGS, "scale", 2.0),
+        lambda: monkeypatch.setattr(here, "SETTINGS", SimpleNamespace(scale=3.0)),
+        lambda: monkeypatch.setitem(TABLE, "shift", [1.0]),
+        lambda: monkeypatch.setattr(here, "X", X + 1),  # of which forward reads nothing
+    ):
+        change()
+        torch.testing.assert_close(module(X), model(X), rtol=0, atol=0)
+    assert len(module._specializations) == 5
+    fixed = placed.at_random(copy.deepcopy(model), (X,))
+    monkeypatch.setattr(here, "RATE", 0.25)
+    with pytest.raises(baechi.InputError, match=r"test_guards\.RATE was 0\.5 and is 0\.25"):
+        fixed(X)
 
 
 def test_what_forward_counts_itself_is_no_change() -> None:

@@ -1,16 +1,23 @@
 """Guards: what has to be as in the trace for a call to be valid, besides its arguments.
 
-Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
-GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
-code sees the caller's mode, and where it reads it, the trace is of that mode
-Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
-or `config.output_hidden_states = True` the model is another program
-HeldObjects    what all these look at, by identity: some nanoseconds for each element
+    Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
+    GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
+                   code sees the caller's mode, and where it reads it, the trace is of that mode
+    Attributes     plain attributes of modules and of their configurations, and global variables:
+                   after `dropout.p = 0.1`, `config.output_hidden_states = True` or `SCALE = 0.5`
+                   the model is another program
+    HeldObjects    what all these look at, by identity: some nanoseconds for each element
+
+What is in a tensor is no guard, since a placed model reads it: `truth_values.py` has what forward
+asks of it.
 """
 
 import argparse
 import copy
 import dataclasses
+import dis
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +26,7 @@ from functools import partial
 from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -161,12 +169,17 @@ class _Row:
     """Plain attributes of one module or record, and the values that they have now."""
 
     def __init__(self, path: str, owner: Any, names: Iterable[str]) -> None:
-        # The owner is the module's own dict; or the module, for attributes of its class.
+        # The owner is the module's own dict; or the module, for attributes of its class; or a
+        # module of Python, for its global variables.
         self.path, self.owner, self.names = path, owner, tuple(names)
         self._read = _reader(owner, self.names)
         values = self._read(owner)
         leaves = pytree.tree_leaves(values)
-        same = {id(leaf): leaf for leaf in leaves if isinstance(leaf, (*_ITSELF, nn.Module))}
+        same = {
+            id(leaf): leaf
+            for leaf in leaves
+            if isinstance(leaf, (*_ITSELF, nn.Module)) or _is_record(leaf)
+        }
         self._values = copy.deepcopy(values, same)
         self._tensors = _tensors(values)
 
@@ -216,6 +229,7 @@ class Attributes:
     (configurations, dataclasses, namespaces) the plain attributes count, too, once for all modules
     that share one; a record counts by its identity besides. Other objects are not looked into.
     Attributes that come later count if they hide one of the class, as `layer.forward = f` does.
+    Global variables that the model's code reads count as attributes of their module, functions not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -229,6 +243,10 @@ class Attributes:
                     self._rows.append(_Row(path, owner, names))
             own = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
             self._look_into(path, vars(module), own, seen)
+        for home, variables in _globals(model).items():
+            names = [name for name, v in variables.items() if _is_plain(v) or _is_record(v)]
+            self._rows += [_Row(home.__name__, home, names)] if names else []
+            self._look_into(home.__name__, home, variables, seen)
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
     def _look_into(self, path: str, owner: Any, values: dict[Any, Any], seen: set[int]) -> None:
@@ -342,7 +360,8 @@ class Attributes:
                 for row in self._rows
                 if not isinstance(row.owner, dict)
                 # What an object does not have itself is its class's.
-                for holder in [type(row.owner) if hasattr(row.owner, "__dict__") else row.owner]
+                for own in [isinstance(row.owner, ModuleType) or not hasattr(row.owner, "__dict__")]
+                for holder in [row.owner if own else type(row.owner)]
             }.values(),
             unhooked,
         )
@@ -372,6 +391,39 @@ class Attributes:
 def _own(module: nn.Module) -> list[str]:
     held = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
     return [name for name, v in held.items() if _is_plain(v, (*_PLAIN, nn.Module))]
+
+
+def _globals(model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
+    """The global variables that forwards read, and what of their own packages they may call."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
+    left = [vars(kind).get("forward") for kind in kinds]
+    seen: set[Any] = set()
+    found: dict[ModuleType, dict[str, Any]] = {}
+    while left:
+        value = left.pop()
+        value = value.fget if isinstance(value, property) else value
+        value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        if not isinstance(value, FunctionType):
+            continue
+        function = inspect.unwrap(value)
+        home = sys.modules.get(str(getattr(function, "__module__", "")))
+        if home is None or vars(home) is not getattr(function, "__globals__", None):
+            continue
+        if function in seen or home.__name__.partition(".")[0] not in packages:
+            continue
+        seen.add(function)
+        codes = [function.__code__]
+        for code in codes:
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            named = {name: vars(home)[name] for name in code.co_names if name in vars(home)}
+            left += named.values()
+            left += [vars(kind).get(name) for name in code.co_names for kind in kinds]
+            values = {name: value for name, value in named.items() if not callable(value)}
+            for row in dis.get_instructions(code) if values else ():
+                if row.opname == "LOAD_GLOBAL" and row.argval in values:
+                    found.setdefault(home, {})[row.argval] = values[row.argval]
+    return found
 
 
 def _is_record(value: Any, depth: int = 3) -> bool:
