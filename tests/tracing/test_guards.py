@@ -171,6 +171,24 @@ def test_a_global_variable_that_is_another_is_what_runs(monkeypatch: pytest.Monk
         fixed(X)
 
 
+def test_a_variable_of_an_enclosing_function_is_seen_to_change() -> None:
+    rate, state = 1.0, SimpleNamespace(shift=torch.zeros(6))
+
+    class Local(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * rate + state.shift
+
+    torch.manual_seed(0)
+    model = Local(nn.Linear(6, 6), nn.Linear(6, 6))
+    module = placed.lazily(copy.deepcopy(model))
+    torch.testing.assert_close(module(X), model(X), rtol=0, atol=0)
+    rate = 0.5
+    torch.testing.assert_close(module(X), model(X), rtol=0, atol=0)
+    state.shift = torch.ones(6)
+    torch.testing.assert_close(module(X), model(X), rtol=0, atol=0)
+    assert len(module._specializations) == 3
+
+
 def test_what_forward_counts_itself_is_no_change() -> None:
     unsplit, module = two()
     module(X)

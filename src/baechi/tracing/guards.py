@@ -19,7 +19,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -243,10 +243,10 @@ class Attributes:
                     self._rows.append(_Row(path, owner, names))
             own = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
             self._look_into(path, vars(module), own, seen)
-        for home, variables in _globals(model).items():
+        for path, owner, variables in _globals(model):
             names = [name for name, v in variables.items() if _is_plain(v) or _is_record(v)]
-            self._rows += [_Row(home.__name__, home, names)] if names else []
-            self._look_into(home.__name__, home, variables, seen)
+            self._rows += [_Row(path, owner, names)] if names else []
+            self._look_into(path, owner, variables, seen)
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
     def _look_into(self, path: str, owner: Any, values: dict[Any, Any], seen: set[int]) -> None:
@@ -265,7 +265,7 @@ class Attributes:
                 self._look_into(title, value, dict(rows), seen)
                 continue
             own, inner = getattr(value, "__dict__", value), dict(_fields(value))
-            plain = [n for n, v in inner.items() if _is_plain(v) and not _tensors(v)]
+            plain = [n for n, v in inner.items() if _is_plain(v)]
             for part, names in ((own, plain), (value, _of_class(value))):
                 self._rows += [_Row(title, part, names)] if names else []
             self._names += [_Names(title, value)] if own is not value else []
@@ -393,13 +393,17 @@ def _own(module: nn.Module) -> list[str]:
     return [name for name, v in held.items() if _is_plain(v, (*_PLAIN, nn.Module))]
 
 
-def _globals(model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
-    """The global variables that forwards read, and what of their own packages they may call."""
+def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+    """The variables outside that forwards read, and what of their own packages they may call.
+
+    Global ones by module of Python, those of an enclosing function each by its cell.
+    """
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
     left = [vars(kind).get("forward") for kind in kinds]
     seen: set[Any] = set()
     found: dict[ModuleType, dict[str, Any]] = {}
+    cells: list[tuple[str, Any, dict[str, Any]]] = []
     while left:
         value = left.pop()
         value = value.fget if isinstance(value, property) else value
@@ -414,6 +418,12 @@ def _globals(model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
             continue
         seen.add(function)
         codes = [function.__code__]
+        for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing is in it yet
+                left.append(cell.cell_contents)
+                if not callable(left[-1]):
+                    title = f"{function.__qualname__}.{name}"
+                    cells.append((title, cell, {"cell_contents": left[-1]}))
         for code in codes:
             codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
             named = {name: vars(home)[name] for name in code.co_names if name in vars(home)}
@@ -423,7 +433,7 @@ def _globals(model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
             for row in dis.get_instructions(code) if values else ():
                 if row.opname == "LOAD_GLOBAL" and row.argval in values:
                     found.setdefault(home, {})[row.argval] = values[row.argval]
-    return found
+    return [*((home.__name__, home, row) for home, row in found.items()), *cells]
 
 
 def _is_record(value: Any, depth: int = 3) -> bool:
