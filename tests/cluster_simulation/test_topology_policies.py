@@ -7,7 +7,7 @@ import pytest
 from baechi import Op, OpGraph
 from baechi.cluster_simulation.fleet import Fleet, Gpu
 from baechi.cluster_simulation.jobs import Job
-from baechi.cluster_simulation.placement_schemes import BestFit
+from baechi.cluster_simulation.placement_schemes import BestFit, Consolidated
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.pal import least_slowed
@@ -133,6 +133,15 @@ def varied(*nodes):
     return Fleet(
         tuple(Gpu(node, 0, None, speed) for node, row in enumerate(nodes) for speed in row)
     )
+
+
+@pytest.mark.parametrize("policy", ["tiresias-skew", "dally", "delay-relaxation"])
+def test_who_is_left_alone_starts_where_the_scheme_takes_it(policy):
+    """Whole nodes and a rest: not the first four GPUs, which the policy takes after a wait."""
+    fleet = Fleet(tuple(Gpu(node, 0) for node in (0, 0, 1, 1, 1)))
+    jobs = [Job("first", 5, 0, 700), Job("a", 4, 0, 10)]
+    result = simulate_cluster(jobs, fleet, policy_named(policy), Consolidated())
+    assert {row.job.name: row.gpus for row in result.outcomes}["a"] == (0, 2, 3, 4)
 
 
 def test_pal_walks_from_the_least_product_of_distance_and_slowness():

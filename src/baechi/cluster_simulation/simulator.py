@@ -405,6 +405,8 @@ class _Simulation:
                 every = range(len(devices.owners)) if allocation.among is None else allocation.among
                 free = [gpu for gpu in every if not devices.owners[gpu]]
                 grant = devices.place(run.job, allocation.gpus, free) if free else None
+                if grant is None and idle == len(devices.owners):  # else nobody would ever start
+                    grant = devices.place(run.job, allocation.gpus)
                 idle -= len(grant.gpus) if grant is not None else 0
             if grant is not None:
                 placed[run.index] = run, grant
