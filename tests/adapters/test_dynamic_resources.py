@@ -86,6 +86,16 @@ def test_the_first_beta_has_devices_one_level_below() -> None:
     assert rows([published("n1", device)]) == [("n1/gpu-0", 16 * GIB, 1000)]
 
 
+def test_a_name_with_the_drivers_domain_is_the_name() -> None:
+    device = shared("gpu-0")
+    for field in ("attributes", "capacity"):
+        device[field] = {f"{DRIVER}/{name}": value for name, value in device[field].items()}
+    consumed = {f"{DRIVER}/memory": "10Gi", f"{DRIVER}/cores": "25"}
+    found = free_devices([published("n1", device)], [allocated("n1", "gpu-0", **consumed)])
+    (row,) = found
+    assert (row.memory_bytes, row.share_milli, row.uid) == (70 * GIB, 750, "GPU-gpu-0")
+
+
 def test_what_is_no_resource_slice_is_refused() -> None:
     with pytest.raises(InputError, match="a Pod stands where a ResourceSlice of Kubernetes"):
         free_devices({"kind": "List", "items": [{"kind": "Pod"}]}, [])

@@ -65,6 +65,33 @@ def test_hami_leaves_what_no_pod_was_allocated(register: str) -> None:
     assert [(row.full_name, row.memory_bytes, row.share_milli) for row in others] == expected
 
 
+def test_what_go_leaves_out_of_hamis_register_is_zero_or_false() -> None:
+    """Its fields are `omitempty`: a GPU that is not healthy has no field `health`."""
+    sick = '{"id":"GPU-b","index":1,"count":10,"devmem":81920,"devcore":100}'
+    register = f"{NEW[:-1]},{sick}]"
+    found = hami_devices([node("n1", {"hami.io/node-nvidia-register": register})], [])
+    assert [row.uid for row in found] == ["GPU-a"]
+
+
+def test_an_instance_that_hami_has_given_out_is_gone_from_its_gpu() -> None:
+    taken = pod("one", {"hami.io/vgpu-devices-allocated": "GPU-a[0-1],NVIDIA,20480,28:;"})
+    (row,) = hami_devices([node("n1", {"hami.io/node-nvidia-register": NEW})], [taken])
+    assert (row.memory_bytes, row.share_milli) == (61440 * MIB, 720)
+
+
+def test_nodes_that_take_no_pod_and_gpus_that_are_gone_are_left_out() -> None:
+    def nodes(**spec: Any) -> list[Any]:
+        labels = {"gpu_count": "4", "gpu_memory": "40960"}
+        row = node("n1", {"hami.io/node-nvidia-register": NEW}, **labels)
+        row["status"] = {"allocatable": {"nvidia.com/gpu": "2"}}
+        return [row | spec]
+
+    assert (len(hami_devices(nodes(), [])), len(kai_devices(nodes(), []))) == (1, 2)
+    away = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    for spec in ({"spec": {"unschedulable": True}}, {"status": away}):
+        assert hami_devices(nodes(**spec), []) == kai_devices(nodes(**spec), []) == ()
+
+
 def test_a_gpu_of_hami_with_as_many_tasks_as_it_may_have_is_full() -> None:
     pods = [
         pod(name, {"hami.io/vgpu-devices-allocated": "GPU-b,NVIDIA,5,0:"}) for name in ("a", "b")

@@ -54,13 +54,11 @@ class _Published(NamedTuple):
     row: dict[str, Any]
 
     def capacity(self, name: str, what: Callable[[dict[str, Any]], Any]) -> Any:
-        found = self.row.get("capacity", {}).get(name)
+        found = self.row["capacity"].get(name)
         return None if found is None else what(found)
 
     def attribute(self, name: str) -> str:
-        rows = self.row.get("attributes", {})
-        value = rows.get(name) or rows.get(f"{self.key[0]}/{name}") or {}
-        return str(value.get("string", ""))
+        return str((self.row["attributes"].get(name) or {}).get("string", ""))
 
     def consumed(self) -> Iterator[tuple[_Counter, int]]:
         """What it takes of counters that it shares with others."""
@@ -93,7 +91,7 @@ def free_devices(slices: Any, claims: Any, names: Names | None = None) -> tuple[
         for row in (allocation.get("devices") or {}).get("results", ()):
             if not row.get("adminAccess"):
                 key = (row["driver"], row["pool"], row["device"])
-                taken.setdefault(key, []).append(row.get("consumedCapacity") or {})
+                taken.setdefault(key, []).append(_plain(row.get("consumedCapacity"), key[0]))
     for device in published:
         if device.key in taken:
             for counter, value in device.consumed():
@@ -206,9 +204,15 @@ def _published(slices: Sequence[dict[str, Any]]) -> tuple[list[_Published], dict
                     counters[driver, pool, shared["name"], name] = value
             for device in row.get("devices", ()):
                 body = {**device, **device.get("basic", {})}  # v1beta1 has it one level below
+                body |= {key: _plain(body.get(key), driver) for key in ("attributes", "capacity")}
                 node = row.get("nodeName") or body.get("nodeName") or ""
                 devices.append(_Published((driver, pool, device["name"]), node, body))
     return devices, counters
+
+
+def _plain(rows: dict[str, Any] | None, driver: str) -> dict[str, Any]:
+    """By names without the driver's domain, which is meant where there is none."""
+    return {name.removeprefix(f"{driver}/"): value for name, value in (rows or {}).items()}
 
 
 def _memory(device: _Published, names: Names) -> int:

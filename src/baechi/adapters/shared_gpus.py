@@ -58,11 +58,12 @@ def hami_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
         for part in text.replace(";", ":").split(":"):
             if part.strip():
                 uid, _, used_mib, used_percent = _fields(part, 4, _ALLOCATED)[:4]
+                uid = uid.partition("[")[0]  # of an instance that of its GPU: GPU-UUID[0-1]
                 memory[uid] += int(used_mib)
                 compute[uid] += int(used_percent)
                 tasks[uid] += 1
     free = []
-    for node in items_of(nodes, "Node"):
+    for node in filter(_takes_pods, items_of(nodes, "Node")):
         for card in _registered(_annotations(node).get(_REGISTER, "")):
             if not card.healthy or tasks[card.uid] >= card.tasks:
                 continue
@@ -91,11 +92,13 @@ def kai_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
     whole: Counter[str] = Counter()
     groups: dict[str, dict[str, Fraction]] = defaultdict(dict)
     sizes = {}
-    for node in items_of(nodes, "Node"):
+    for node in filter(_takes_pods, items_of(nodes, "Node")):
         labels = node["metadata"].get("labels") or {}
         if "nvidia.com/gpu.count" in labels and "nvidia.com/gpu.memory" in labels:
+            healthy = ((node.get("status") or {}).get("allocatable") or {}).get(_GPU, "1E")
+            count = quantity(labels["nvidia.com/gpu.count"], "nvidia.com/gpu.count")
             sizes[node["metadata"]["name"]] = (
-                quantity(labels["nvidia.com/gpu.count"], "nvidia.com/gpu.count"),
+                min(count, quantity(healthy, _GPU)),
                 quantity(labels["nvidia.com/gpu.memory"], "nvidia.com/gpu.memory"),
                 kind_named(labels.get("nvidia.com/gpu.product", "")),
             )
@@ -121,6 +124,13 @@ def kai_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
     return tuple(free)
 
 
+def _takes_pods(node: Mapping[str, Any]) -> bool:
+    """Whether a node is ready, and nobody has cordoned it off."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    ready = all(row.get("status") == "True" for row in conditions if row.get("type") == "Ready")
+    return ready and not (node.get("spec") or {}).get("unschedulable")
+
+
 def _annotations(item: Mapping[str, Any]) -> dict[str, str]:
     return (item.get("metadata") or {}).get("annotations") or {}
 
@@ -136,8 +146,9 @@ def _registered(text: str) -> Iterator[_Card]:
     """GPUs of a node: JSON since HAMi 2.7, before that fields between commas and colons."""
     if text.lstrip().startswith("["):
         for row in json.loads(text):
-            numbers = [int(row[field]) for field in ("count", "devmem", "devcore")]
-            yield _card(row["id"], numbers, row.get("type", ""), row["health"])
+            # Go leaves out what is zero or false.
+            numbers = [int(row.get(field, 0)) for field in ("count", "devmem", "devcore")]
+            yield _card(row["id"], numbers, row.get("type", ""), row.get("health", False))
         return
     for part in filter(str.strip, text.split(":")):
         uid, tasks, memory, compute, kind, _, health = _fields(part, 7, _REGISTER)[:7]
