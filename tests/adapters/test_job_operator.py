@@ -1,7 +1,9 @@
 """The operator: BaechiJobs from their making to their end, and Kueue's admission checks."""
 
 import random
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from baechi.adapters.kueue import CONTROLLER
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH
 from baechi.records.cluster import Device
 from baechi.scheduling import Claim, Ledger
+from baechi.storage import sqlite_file
 from baechi.storage.serialization import dumps
 
 GIB = 2**30
@@ -339,6 +342,80 @@ def test_an_api_server_that_is_away_is_asked_again(
     assert "refused" in said[0]
 
 
+def refusing(objects: Objects, account: Path, status: int, path: str) -> ApiServer:
+    """An API server that refuses to make objects of job `a` at such a path."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        made = request.method == "POST" and request.url.path.endswith(path)
+        if made and b'"a-' in request.content:
+            return httpx.Response(status, text="exceeded quota")
+        return objects(request)
+
+    return ApiServer("http://api", account, transport=httpx.MockTransport(answer))
+
+
+def test_what_is_refused_of_one_job_is_told_and_keeps_no_other_waiting(
+    objects: Objects, ledger: Ledger, account: Path
+) -> None:
+    for name in "ab":
+        objects.add("baechijobs", job(name, SMALL))
+    objects.add("admissionchecks", admission())
+    objects.add("workloads", workload("w"))
+    strict = Operator(refusing(objects, account, 403, "/pods"), ledger, GRAPHS.__getitem__)
+    strict.turn()
+    strict.turn()
+    assert phases(objects) == {"a": "Starting", "b": "Starting"}
+    said = condition(objects, "a")
+    assert (said["reason"], said["status"]) == ("Refused", "True")
+    assert "exceeded quota" in said["message"]
+    assert states(objects) == {"w": ("Ready", "Pending")}
+    assert [row["metadata"]["name"] for row in objects.of("pods")] == ["b-0"]
+    assert len([row for row in objects.of("events") if row["reason"] == "Refused"]) == 1
+    objects.add("baechijobs", job("c", SMALL))
+    silent = Operator(refusing(objects, account, 403, "/events"), ledger, GRAPHS.__getitem__)
+    with pytest.raises(OSError, match="exceeded quota"):  # once all have had their turn
+        silent.turn()
+    assert condition(objects, "a")["reason"] == "Reserved"
+    assert [row["metadata"]["name"] for row in objects.of("pods")] == ["a-0", "b-0", "c-0"]
+
+
+def test_a_job_whose_objects_are_invalid_fails_and_releases(
+    objects: Objects, ledger: Ledger, account: Path
+) -> None:
+    objects.add("baechijobs", job("a"))
+    strict = Operator(refusing(objects, account, 422, "/pods"), ledger, GRAPHS.__getitem__)
+    strict.turn()
+    assert (phases(objects), condition(objects, "a")["status"]) == ({"a": "Failed"}, "False")
+    strict.turn()
+    assert not ledger.snapshot().jobs
+
+
+def test_a_ledger_that_another_process_holds_is_asked_again(
+    objects: Objects, account: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.01)
+    ledger = Ledger(SITE, tmp_path / "ledger.sqlite")
+    ledger.reserve("baechijob/team/gone/uid", [Claim("node0/0", "1GiB", 1)])
+    stop, said = threading.Event(), []
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+
+        def report(text: str) -> None:
+            said.append(text)
+            other.rollback()
+
+        thread = threading.Thread(
+            target=operator_of(objects, ledger, account).run, args=(0.001, stop, report)
+        )
+        thread.start()
+        while ledger.snapshot().jobs and thread.is_alive():
+            pass
+        stop.set()
+        thread.join()
+    assert "held by another process" in said[0]
+    assert not ledger.snapshot().jobs
+
+
 def workload(name: str, graph: OpGraph | None = SMALL, count: int = 1, **status: str) -> Any:
     notes = {GRAPH: graph.digest} if graph is not None else {}
     template = {"metadata": {"annotations": notes}, "spec": {}}
@@ -414,6 +491,7 @@ def test_what_a_workload_has_goes_when_it_ends_loses_its_quota_or_is_gone(
         conditions = objects.rows["workloads", "team", name]["status"]["conditions"]
         conditions[:] = [{"type": kind, "status": value}]
     del objects.rows["workloads", "team", "c"]
+    objects.rows.pop(("admissionchecks", "", "baechi"))  # nor does it matter that nobody asks more
     operator.turn()
     assert not ledger.snapshot().jobs
 

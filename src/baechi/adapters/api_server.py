@@ -22,11 +22,13 @@ class ApiError(OSError):
 
     Attributes:
         status: The HTTP status; 0 where there was no answer.
+        refused: Whether it has surely not done what it was asked.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        self.refused = 400 <= status < 500
 
 
 @final

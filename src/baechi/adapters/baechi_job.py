@@ -143,6 +143,15 @@ def _of_pods(
     return Plan(state.at(phase, reason, f"on {on}"), tuple(create))
 
 
+def refused(plan: Plan, why: str, *, ever: bool, now: str) -> dict[str, Any]:
+    """The status of a job of which the API server refuses an object: now, or for ever."""
+    (row,) = plan.status["conditions"]
+    row = {**row, "reason": "Refused", "message": why}
+    if ever:
+        row |= {"status": "False", "lastTransitionTime": now}
+    return {**plan.status, **({"phase": "Failed"} if ever else {}), "conditions": [row]}
+
+
 def _wish(asked: Mapping[str, Any]) -> Wish:
     return Wish(
         asked.get("same", ""),
@@ -196,12 +205,12 @@ class _State:
         self._status["placement"] = placement
 
     def at(self, phase: str, reason: str, message: str) -> dict[str, Any]:
-        """The status in a phase; its condition changes its time only if it changes."""
+        """The status in a phase; its condition has the time since which it is true or false."""
         placed = "True" if phase in ("Starting", "Running", "Succeeded") else "False"
         condition = {"type": "Placed", "status": placed, "reason": reason, "message": message}
         rows = self._before.get("conditions") or []
         last: Mapping[str, Any] = next((row for row in rows if row.get("type") == "Placed"), {})
-        same = last.get("status") == placed and last.get("reason") == reason
+        same = last.get("status") == placed
         condition["lastTransitionTime"] = (
             last["lastTransitionTime"] if same and "lastTransitionTime" in last else self._now
         )

@@ -7,7 +7,7 @@ between turns, so there is nothing to lose: no watch, no queue, no state in anno
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, final
 
@@ -15,7 +15,7 @@ from baechi.adapters import baechi_job, kueue
 from baechi.adapters.api_server import MERGE, ApiError, ApiServer
 from baechi.adapters.baechi_job import GROUP, JOB_LABEL, VERSION
 from baechi.adapters.free_devices import runs
-from baechi.errors import InputError
+from baechi.errors import InputError, ReservationError
 from baechi.records.graph import OpGraph
 from baechi.scheduling.ledger import Ledger
 from baechi.storage.serialization import loads
@@ -25,6 +25,7 @@ _JOBS: Final = f"/apis/{GROUP}/{VERSION}"
 _KUEUE: Final = "/apis/kueue.x-k8s.io/v1beta1"
 _ABSENT: Final = 404
 _CONFLICT: Final = 409
+_INVALID: Final = 422
 _PLURALS: Final = {"Pod": "pods", "Service": "services"}
 
 
@@ -52,13 +53,14 @@ class Operator:
         self._api, self._ledger, self._graph_of = api, ledger, graph_of
         check_choice(spelling, baechi_job.SPELLINGS, "spelling")
         self._spelling, self._clock = spelling, clock
+        self._refusals: list[ApiError] = []  # of this turn
 
     def run(self, every_s: float, stop: threading.Event, report: Callable[[str], object]) -> None:
-        """Turns until it is stopped; an API server that is away is reported, and asked again."""
+        """Turns until it is stopped; an API server or a ledger that is away is asked again."""
         while not stop.is_set():
             try:
                 self.turn()
-            except OSError as error:
+            except (OSError, ReservationError) as error:
                 report(str(error))
             stop.wait(every_s)
 
@@ -66,21 +68,26 @@ class Operator:
         """Looks at everything once, and does what is missing.
 
         Raises:
-            ApiError: The API server refuses, or cannot be reached.
+            ApiError: The API server cannot be reached, or refuses something; what it refuses of one
+                object keeps no other waiting.
+            ReservationError: The ledger's file cannot be used.
         """
+        self._refusals = []
         self._of_jobs()
         self._of_workloads()
+        if self._refusals:
+            raise self._refusals[0]
 
     def _of_jobs(self) -> None:
-        jobs = self._listed(f"{_JOBS}/baechijobs")
+        jobs = self._listed(f"{_JOBS}/baechijobs") or ()
         pods: dict[str, list[Any]] = {}
-        for pod in self._listed(f"/api/v1/pods?labelSelector={JOB_LABEL}"):
+        for pod in self._listed(f"/api/v1/pods?labelSelector={JOB_LABEL}") or ():
             for owner in pod["metadata"].get("ownerReferences") or ():
                 pods.setdefault(owner["uid"], []).append(pod)
         running = {uid for uid, rows in pods.items() if any(map(runs, rows))}
         self._forget(baechi_job.PREFIX, {baechi_job.key_of(job) for job in jobs}, running)
         for job in sorted(jobs, key=_age):
-            with suppress(InputError):  # one that cannot be read is no reason to leave the others
+            with self._apart():
                 self._of_job(job, pods.get(job["metadata"]["uid"], []))
 
     def _of_job(self, job: Mapping[str, Any], pods: list[Any]) -> None:
@@ -92,19 +99,27 @@ class Operator:
         plan = baechi_job.reconcile(
             job, pods, self._ledger, graph, now=self._now(), spelling=self._spelling
         )
+        status = plan.status
         for item in plan.create:
             plural = _PLURALS[item["kind"]]
-            with _allowing(_CONFLICT):  # it is there
-                self._api.ask("POST", f"/api/v1/namespaces/{namespace}/{plural}", item)
+            try:
+                with _allowing(_CONFLICT):  # it is there
+                    self._api.ask("POST", f"/api/v1/namespaces/{namespace}/{plural}", item)
+            except ApiError as error:
+                if not error.refused:
+                    raise
+                ever = error.status == _INVALID
+                status = baechi_job.refused(plan, str(error), ever=ever, now=self._now())
+                break
         for pod in plan.delete:
             with _allowing(_ABSENT):
                 self._api.ask("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod}")
         before = job.get("status") or {}
-        if plan.status != before:
+        if status != before:
             path = f"{_JOBS}/namespaces/{namespace}/baechijobs/{name}/status"
             with _allowing(_ABSENT):
-                self._api.ask("PATCH", path, {"status": plan.status}, MERGE)
-        self._tell(job, plan.status, before)
+                self._api.ask("PATCH", path, {"status": status}, MERGE)
+        self._tell(job, status, before)
 
     def _tell(
         self, job: Mapping[str, Any], status: Mapping[str, Any], before: Mapping[str, Any]
@@ -140,17 +155,18 @@ class Operator:
         self._api.ask("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", event)
 
     def _of_workloads(self) -> None:
+        listed = self._listed(f"{_KUEUE}/admissionchecks")
+        workloads = self._listed(f"{_KUEUE}/workloads")
+        if listed is None or workloads is None:
+            return
         checks = set()
-        for check in self._listed(f"{_KUEUE}/admissionchecks"):
+        for check in listed:
             if (check.get("spec") or {}).get("controllerName") == kueue.CONTROLLER:
                 checks.add(check["metadata"]["name"])
                 self._activate(check)
-        if not checks:
-            return
-        workloads = self._listed(f"{_KUEUE}/workloads")
         self._forget(kueue.PREFIX, {kueue.key_of(row) for row in workloads})
         for row in sorted(workloads, key=_age):
-            with suppress(InputError):
+            with self._apart():
                 rows = kueue.review(
                     row, frozenset(checks), self._ledger, self._graph_of, now=self._now()
                 )
@@ -199,14 +215,23 @@ class Operator:
             raise InputError(f"there is no graph {dict(wanted)}: {error}") from error
         return loads(text, OpGraph, source=f"ConfigMap {name!r}")
 
-    def _listed(self, path: str) -> list[Any]:
-        """The objects there; none where the cluster does not know their kind."""
-        try:
+    def _listed(self, path: str) -> list[Any] | None:
+        """The objects there; `None` where the cluster does not know their kind."""
+        with _allowing(_ABSENT):
             return list(self._api.ask("GET", path).get("items") or ())
+        return None
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is wrong with one object, or refused of it, is no reason to leave the others."""
+        try:
+            yield
+        except InputError:
+            pass
         except ApiError as error:
-            if error.status == _ABSENT:
-                return []
-            raise
+            if not error.refused:
+                raise
+            self._refusals.append(error)
 
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
