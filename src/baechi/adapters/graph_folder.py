@@ -24,10 +24,10 @@ class GraphFolder:
         """The graph, or a `KeyError`. Files that hold no graph are passed over."""
         if digest not in self._graphs:
             for file in sorted(self._folder.glob("*.json")):
-                stamp = (file.name, file.stat().st_mtime_ns)
-                if stamp not in self._read:
-                    self._read.add(stamp)
-                    with suppress(FormatError, InputError, OSError):
+                with suppress(FormatError, InputError, OSError):
+                    stamp = (file.name, file.stat().st_mtime_ns)
+                    if stamp not in self._read:
+                        self._read.add(stamp)
                         graph = load(file, OpGraph)
                         self._graphs[graph.digest] = graph
         return self._graphs[digest]

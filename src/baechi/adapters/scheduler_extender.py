@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
+from baechi.adapters.api_server import ApiError
 from baechi.adapters.free_devices import (
     annotation_of,
     items_of,
@@ -48,8 +49,7 @@ class Extender:
     Args:
         ledger: Of a topology, whose nodes have the names that Kubernetes gives them.
         graph_of: The graph with a digest; raises `KeyError` where it is unknown.
-        bind: Binds a pod at the API server, after its annotations; raises `OSError` if it cannot,
-            with the HTTP `status` of a refusal.
+        bind: Binds a pod at the API server, after its annotations; raises `ApiError` if it cannot.
         effort: As `Wish` takes it.
 
     Raises:
@@ -99,8 +99,7 @@ class Extender:
     def bind(self, asked: Mapping[str, Any]) -> dict[str, str]:
         """Reserves on the node, and binds the pod there; what it reserved goes if that is refused.
 
-        Without an answer the pod may be bound, so it stays: the pod is sent there again, and
-        `reconcile` releases it once the pod is gone.
+        Without an answer the pod may be bound: then it goes with the pod, or to another node.
         """
         try:
             with reading("the binding"):
@@ -116,8 +115,8 @@ class Extender:
                 self._bind(
                     namespace, name, uid, node, {GRAPH: digest, CLAIMS: annotation_of(claims)}
                 )
-            except OSError as error:
-                if 400 <= getattr(error, "status", 0) < 500:
+            except ApiError as error:
+                if error.refused:
                     self._ledger.release(job)
                 return {"Error": f"{node}: the pod was not bound: {error}"}
         except BaechiError as error:
@@ -174,12 +173,12 @@ class Extender:
                     alive[reservation_of(_PREFIX, row)] = row, node
         held = self._ledger.snapshot().jobs
         for job in sorted(held):
-            known = held[job].version <= version
-            if job.startswith(_PREFIX) and job not in alive and known:
+            if job.startswith(_PREFIX) and job not in alive and held[job].version <= version:
                 self._ledger.release(job)
         for job, (row, node) in sorted(alive.items()):
             annotated = GRAPH in (row["metadata"].get("annotations") or {})
-            if annotated and node in self._devices_of and job not in held:
+            there = job in held and self._node_of(held[job].claims) == node
+            if annotated and node in self._devices_of and not there:
                 with suppress(BaechiError):
                     self._answer(row, [node])  # which remembers what it wants
                     self._reserved(job, row["metadata"]["uid"], node)
@@ -201,10 +200,10 @@ class Extender:
         _remember(self._pods, uid, (digest, share_milli))
         now = self._ledger.snapshot()
         held = now.jobs.get(job)
-        if held is not None:
-            chosen = self._node_of(held.claims)
-            reasons = {name: f"the pod is reserved on {chosen}" for name in names if name != chosen}
-            return (chosen if chosen in names else ""), reasons
+        if held is not None and (chosen := self._node_of(held.claims)) in names:
+            return chosen, {
+                name: f"the pod is reserved on {chosen}" for name in names if name != chosen
+            }
         found = self._decision(now, digest, share_milli, names)
         chosen = "" if isinstance(found, str) else self._node_of(found.claims())
         why = found if isinstance(found, str) else f"a step is shorter on {chosen}"
