@@ -143,6 +143,11 @@ def test_a_binding_without_an_answer_keeps_what_it_reserved(
     assert "timed out" in extender.bind(binding("a", "node1"))["Error"]
     assert server.bound == {"uid-a": "node1"}
     assert list(ledger.snapshot().jobs) == ["pod/team/a/uid-a"]
+    server.loses_answers, server.fails = False, True  # it is bound already, which nobody knew
+    extender.filter({"Pod": pod("a"), "NodeNames": ["node0"]})
+    assert "was not bound" in extender.bind(binding("a", "node0"))["Error"]
+    (row,) = ledger.snapshot().jobs.values()
+    assert {claim.device.partition("/")[0] for claim in row.claims} == {"node1"}
     # If it was not bound after all, and the node has been cordoned, it may go elsewhere.
     assert extender.filter({"Pod": pod("a"), "NodeNames": ["node2"]})["NodeNames"] == ["node2"]
     extender.reconcile([pod("a", node="node2")], extender.version())

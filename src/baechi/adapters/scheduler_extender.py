@@ -110,14 +110,17 @@ class Extender:
             if uid not in self._pods:
                 raise InputError(f"pod {name!r} was not filtered here since the start; try again.")
             digest, _ = self._pods[uid]
+            before = self._ledger.snapshot().jobs.get(job)
             claims = self._reserved(job, uid, node)
             try:
                 self._bind(
                     namespace, name, uid, node, {GRAPH: digest, CLAIMS: annotation_of(claims)}
                 )
             except ApiError as error:
-                if error.refused:
+                if error.refused and (before is None or before.claims != claims):
                     self._ledger.release(job)
+                    if before is not None:  # where it may be bound
+                        self._ledger.reserve(job, before.claims)
                 return {"Error": f"{node}: the pod was not bound: {error}"}
         except BaechiError as error:
             return {"Error": str(error)}
