@@ -112,6 +112,18 @@ def test_all_policies_are_compared(run, tmp_path):
     assert [policy for policy, _ in shown] == sorted(POLICIES, key=means.__getitem__)
 
 
+def test_a_policy_that_never_ends_is_left_out_of_the_comparison(run, tmp_path):
+    long = "job_id,num_gpu,submit_time,duration\na,4,0,1000\nb,4,0,1000\n"
+    (tmp_path / "trace.csv").write_text(long)
+    result = run("--policy", "all", "--preempt-cost", "100", "--no-plot")
+    assert "left out: under policy 'gandiva' jobs lose" in " ".join(result.output.split())
+    names = [row[0] for row in table(tmp_path / "out" / "comparison.csv")[1:]]
+    assert "gandiva" not in names
+    assert (names[0], names[-1]) == (POLICIES[0], POLICIES[-1])
+    alone = run("--policy", "gandiva", "--preempt-cost", "100", "--no-plot", code=2)
+    assert "would never end" in " ".join(alone.output.split())
+
+
 def test_jobs_are_elastic_with_a_serial_part(run, tmp_path):
     def times(*options):
         run("--policy", "optimus", "--no-plot", *options)

@@ -154,20 +154,26 @@ def cluster(
         )
     for stale in RESULT_FILES if policy == "all" else COMPARISON_FILES:
         (out / stale).unlink(missing_ok=True)  # of an earlier run of the other form
-    results = []
+    results: list[SimulationResult] = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
-        with _progress(each.name, len(jobs)) as progress:
-            result = simulate_cluster(
-                jobs,
-                fleet,
-                each,
-                where,
-                sharing=how,
-                preempt_cost=preempt_cost,
-                restart_cost=restart_cost,
-                seed=seed,
-                progress=progress,
-            )
+        try:
+            with _progress(each.name, len(jobs)) as progress:
+                result = simulate_cluster(
+                    jobs,
+                    fleet,
+                    each,
+                    where,
+                    sharing=how,
+                    preempt_cost=preempt_cost,
+                    restart_cost=restart_cost,
+                    seed=seed,
+                    progress=progress,
+                )
+        except InputError as error:
+            if not results:  # of one policy, or what is wrong for all
+                raise
+            say(f"left out: {error}", error=True)
+            continue
         results.append(result)
         write_result(result, out / each.name if policy == "all" else out)
     if policy == "all":
