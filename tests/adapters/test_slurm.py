@@ -29,6 +29,7 @@ NodeName=n3 Arch=x86_64
    Gres=gpu:a100:4
    GresUsed=gpu:a100:0(IDX:N/A)
    State=IDLE+DRAIN
+   Reason=kernel panic with State=IDLE [root@2026-01-01T00:00:00]
 
 NodeName=n4 Arch=x86_64
    Gres=gpu:a100:4

@@ -124,7 +124,7 @@ def _nodes(text: str) -> Iterator[dict[str, str]]:
     if not parts:
         raise InputError("the text is none of scontrol show node -d: it has no NodeName.")
     for part in parts:
-        yield dict(_FIELD.findall(part))
+        yield dict(reversed(_FIELD.findall(part)))  # the first counts: free text comes last
 
 
 def _indices(text: str) -> Iterator[int]:
