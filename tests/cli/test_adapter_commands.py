@@ -121,9 +121,12 @@ def test_an_extender_without_a_cluster_says_what_it_needs(run, tmp_path):
         (["free", "slurm", "nowhere"], "nowhere"),
         (["free", "dra", "graph.json", "graph.json"], "ResourceSlice"),
         (["free", "hami", "broken", "broken"], "kubectl get -o json"),
+        (["free", "slurm", "broken"], "it has no NodeName"),
+        (["free", "slurm", "utf16"], "utf16 is no text in UTF-8"),
     ],
 )
 def test_what_is_wrong_is_named(run, tmp_path, arguments, message):
     (tmp_path / "broken").write_text("{")
+    (tmp_path / "utf16").write_text(SCONTROL, encoding="utf-16")
     said = run(*arguments, code=2, text=SCONTROL).stderr
     assert message in said

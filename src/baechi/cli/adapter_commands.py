@@ -304,7 +304,10 @@ def _json(file: str) -> Any:
 
 
 def _text(file: str) -> str:
-    return sys.stdin.read() if file == "-" else Path(file).read_text()
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is no text in UTF-8: {error}.") from error
 
 
 def _decided(graph: Path, left: Path, same: str, share_milli: int | None) -> "Decision":
