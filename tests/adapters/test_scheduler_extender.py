@@ -339,16 +339,16 @@ def test_what_the_api_server_refuses_is_told(account: Any, tmp_path) -> None:
         server.bind("team", "a", "uid-a", "node1", {})
     with pytest.raises(OSError, match="is another one now"):
         server.bind("team", "a", "uid-before", "node1", {})
-    assert server.pods()["kind"] == "Pod"
+    assert server.ask("GET", "/api/v1/pods")["kind"] == "Pod"
 
     def away(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(OSError, match="refused"):
-        ApiServer("http://api", account, transport=httpx.MockTransport(away)).pods()
+        ApiServer("http://api", account, transport=httpx.MockTransport(away)).ask("GET", "/")
     page = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
     with pytest.raises(ApiError, match=r"no JSON but '<html>'"):
-        ApiServer("http://api", account, transport=page).pods()
+        ApiServer("http://api", account, transport=page).ask("GET", "/")
     with pytest.raises(InputError, match="no service account's token"):
         ApiServer(account=tmp_path / "nowhere")
 

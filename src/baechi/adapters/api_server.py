@@ -89,14 +89,6 @@ class ApiServer:
         }
         self.ask("POST", f"{pod}/binding", binding)
 
-    def pods(self) -> Any:
-        """All pods.
-
-        Raises:
-            ApiError: As `bind`.
-        """
-        return self.ask("GET", "/api/v1/pods")
-
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()

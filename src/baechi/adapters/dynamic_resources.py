@@ -5,7 +5,7 @@ capacities, of which allocations consume a part where it allows several (KEP-507
 one device draw on counters that they share (KEP-4815).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -53,9 +53,9 @@ class _Published(NamedTuple):
     node: str
     row: dict[str, Any]
 
-    def capacity(self, name: str, what: Callable[[dict[str, Any]], Any]) -> Any:
+    def capacity(self, name: str) -> int:
         found = self.row["capacity"].get(name)
-        return None if found is None else what(found)
+        return 0 if found is None else quantity(found["value"], name)
 
     def attribute(self, name: str) -> str:
         return str((self.row["attributes"].get(name) or {}).get("string", ""))
@@ -97,7 +97,7 @@ def free_devices(slices: Any, claims: Any, names: Names | None = None) -> tuple[
             for counter, value in device.consumed():
                 counters[counter] = counters.get(counter, 0) - value
     free = []
-    for device in sorted(published, key=lambda device: (-_memory(device, called), device.key)):
+    for device in sorted(published, key=lambda row: (-row.capacity(called.memory), row.key)):
         if not device.node or _is_closed(device):
             continue
         left = _left(device, taken.get(device.key, []), called)
@@ -160,8 +160,8 @@ def resource_claims(
         }
         if found.row.get("allowMultipleAllocations"):
             wanted = {called.memory: peak_bytes}
-            whole = found.capacity(called.compute, lambda row: quantity(row["value"], "compute"))
-            if whole is not None:
+            whole = found.capacity(called.compute)
+            if whole:
                 share_milli = round(device.speed * WHOLE_MILLI)
                 wanted[called.compute] = -(-whole * share_milli // WHOLE_MILLI)
             requests = {name: str(_in_steps(found, name, n)) for name, n in wanted.items()}
@@ -215,23 +215,18 @@ def _plain(rows: dict[str, Any] | None, driver: str) -> dict[str, Any]:
     return {name.removeprefix(f"{driver}/"): value for name, value in (rows or {}).items()}
 
 
-def _memory(device: _Published, names: Names) -> int:
-    read = device.capacity(names.memory, lambda row: quantity(row["value"], "memory"))
-    return 0 if read is None else int(read)
-
-
 def _left(
     device: _Published, allocations: Sequence[dict[str, Any]], names: Names
 ) -> FreeDevice | None:
     """What is left of a device; none of one that is allocated whole, or has no memory."""
-    memory_bytes = _memory(device, names)
+    memory_bytes = device.capacity(names.memory)
     if not memory_bytes or (allocations and not device.row.get("allowMultipleAllocations")):
         return None
     share = WHOLE_MILLI
     profile = device.attribute(names.profile)
     if profile[:1].isdigit():
         share = share * int(profile[0]) // _MIG_SLICES
-    whole = device.capacity(names.compute, lambda row: quantity(row["value"], "compute"))
+    whole = device.capacity(names.compute)
     for consumed in allocations:
         memory_bytes -= quantity(consumed.get(names.memory, memory_bytes), "memory", up=True)
         if whole:

@@ -223,7 +223,8 @@ def extender(
         book = Ledger(base, ledger)
         closing.callback(book.close)
         asked = Extender(book, GraphFolder(graphs), server.bind, effort=effort)
-        app = create_extender_app(asked, server.pods, report=lambda text: say(text, error=True))
+        pods = partial(server.ask, "GET", "/api/v1/pods")
+        app = create_extender_app(asked, pods, report=lambda text: say(text, error=True))
         run_service(app, listener, host, 10, closing.close)
 
 
