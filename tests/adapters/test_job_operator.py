@@ -529,8 +529,11 @@ def test_the_manifests_fit_what_the_operator_does(objects: Objects, operator: Op
     data = {"graph.json": dumps(LARGE)}
     config = {"metadata": {"name": "gpt2-graph", "namespace": "default"}, "data": data}
     objects.add("configmaps", config)
-    check, _ = yaml.safe_load_all((DEPLOY / "kueue.yaml").read_text())
+    check, flavor, queue = yaml.safe_load_all((DEPLOY / "kueue.yaml").read_text())
     assert check["spec"]["controllerName"] == CONTROLLER
+    assert queue["spec"]["admissionChecks"] == [check["metadata"]["name"]]
+    (group,) = queue["spec"]["resourceGroups"]
+    assert [row["name"] for row in group["flavors"]] == [flavor["metadata"]["name"]]
     objects.add("admissionchecks", check)
     objects.add("workloads", workload("a"))
     operator.turn()

@@ -382,6 +382,10 @@ def test_the_manifests_say_what_the_extender_serves() -> None:
     prefix = plugin["arguments"]["extender.urlPrefix"]
     assert prefix.endswith(f":{port}/volcano")
     assert f"/volcano/{plugin['arguments']['extender.predicateVerb']}" in paths
+    # Who is told to ask may do so, from its own namespace.
+    (ingress,) = kinds["NetworkPolicy"]["spec"]["ingress"]
+    spaces = [row.get("namespaceSelector", {}).get("matchLabels") for row in ingress["from"]]
+    assert spaces == [None, {"kubernetes.io/metadata.name": volcano["metadata"]["namespace"]}]
     # The least rights: no secrets, nothing of other resources.
     granted = {
         (r, v)
