@@ -52,6 +52,14 @@ def test_muri_has_stages_and_opportunistic_jobs(read):
     assert (second.stages, second.priority) == ((446_000, 8_000, 0), 0)
 
 
+def test_a_trace_of_your_own_has_owners_and_priorities(read):
+    header = "job_id,num_gpu,submit_time,duration,owner,priority\n"
+    jobs = read(header + "a,1,0,9,ann,5\nb,1,0,9,bob,-1\nc,1,0,9,,\n", "tiresias").jobs
+    assert [(job.owner, job.priority) for job in jobs] == [("ann", 5), ("bob", -1), ("", 0)]
+    with pytest.raises(InputError, match="line 2: priority is 'high', no whole number"):
+        read(header + "a,1,0,9,ann,high\n", "tiresias")
+
+
 def philly(jobid, submitted, *attempts):
     return {
         "status": "Pass",

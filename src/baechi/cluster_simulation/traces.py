@@ -102,7 +102,7 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
     return Trace(tuple(ordered), tuple(bad), tuple(without))
 
 
-# Muri's: the time of an iteration that each resource takes, and 1 for an opportunistic job.
+# Muri's: the time of an iteration that each resource takes. Its priority 1 is an opportunistic job.
 _STAGES: Final = ("resource_time_0", "resource_time_1", "resource_time_2")
 
 
@@ -114,7 +114,8 @@ def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
             int(_number_in(row, "submit_time")) // divisor,
             int(_number_in(row, "duration")) // divisor,
             row.get("model_name", ""),
-            priority=-int(_number_in(row, "priority")) if row.get("priority") else 0,
+            owner=row.get("owner", ""),
+            priority=_priority_in(row) * (1 if divisor == 1 else -1),
             stages=tuple(_thousands_in(row, name) for name in _STAGES if row.get(name)),
             iteration=_thousands_in(row, "iteration_time") if row.get("iteration_time") else 0,
         )
@@ -343,6 +344,13 @@ def _gpus_in(row: _Row, column: str) -> int:
     if value != int(value) or value < 1:
         raise _BadEntryError(f"{column} is {row[column]}; it must be a whole number from 1")
     return int(value)
+
+
+def _priority_in(row: _Row) -> int:
+    try:
+        return int(row.get("priority") or 0)
+    except ValueError:
+        raise _BadEntryError(f"priority is {row['priority']!r}, no whole number") from None
 
 
 def _thousands_in(row: _Row, column: str) -> int:
