@@ -95,10 +95,10 @@ def kai_devices(nodes: Any, pods: Any) -> tuple[FreeDevice, ...]:
     for node in filter(_takes_pods, items_of(nodes, "Node")):
         labels = node["metadata"].get("labels") or {}
         if "nvidia.com/gpu.count" in labels and "nvidia.com/gpu.memory" in labels:
-            healthy = ((node.get("status") or {}).get("allocatable") or {}).get(_GPU, "1E")
             count = quantity(labels["nvidia.com/gpu.count"], "nvidia.com/gpu.count")
+            healthy = (node.get("status") or {}).get("allocatable") or {}
             sizes[node["metadata"]["name"]] = (
-                min(count, quantity(healthy, _GPU)),
+                min(count, quantity(healthy.get(_GPU, count), _GPU)),
                 quantity(labels["nvidia.com/gpu.memory"], "nvidia.com/gpu.memory"),
                 kind_named(labels.get("nvidia.com/gpu.product", "")),
             )
