@@ -124,6 +124,14 @@ def test_a_policy_that_never_ends_is_left_out_of_the_comparison(run, tmp_path):
     assert "would never end" in " ".join(alone.output.split())
 
 
+def test_a_job_that_one_scheme_refuses_is_named_in_a_comparison(run):
+    """Four GPUs under one switch, which Muri's scheme wants, are not there."""
+    result = run("--policy", "all", "--switches", "2", "--gpus-per-node", "2", "--no-plot")
+    said = " ".join(result.output.split())
+    assert "refused job 1 under muri-s: asks for 4 GPUs with room for" in said
+    assert "refused job 3: asks for 9 GPUs of 4" in said
+
+
 def test_jobs_are_elastic_with_a_serial_part(run, tmp_path):
     def times(*options):
         run("--policy", "optimus", "--no-plot", *options)

@@ -281,10 +281,14 @@ def _report(results: "Sequence[SimulationResult]") -> None:
         count = str(row["completed"])
         table.add_row(result.policy, count, *times, str(row["preemptions"]), use)
     show(table)
-    refused: Sequence[Any] = results[0].refused if results else ()
-    for refusal in refused[:10]:
-        job: Job = refusal.job
-        say(f"refused job {job.name}: {refusal.reason}", error=True)
+    refused: dict[str, str] = {}  # by the first policy whose scheme does
+    for result in results:
+        for refusal in result.refused:
+            where = "" if result is results[0] else f" under {result.policy}"
+            text = f"refused job {refusal.job.name}{where}: {refusal.reason}"
+            refused.setdefault(refusal.job.name, text)
+    for text in list(refused.values())[:10]:
+        say(text, error=True)
     if len(refused) > 10:
         say(f"refused {len(refused)} jobs in all; summary.json names them", error=True)
 
