@@ -24,13 +24,23 @@ class Backfill(Policy):
     name = "backfill"
 
     def __init__(self) -> None:
+        self._now = 0
         self._first: JobRun | None = None  # that found no room at this event
         self._reserved: tuple[int, int] | None = None  # its time, and the GPUs that it leaves then
 
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """In order of arrival."""
+        self._now = now
+        return runs
+
     def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
-        """In order of arrival; notes the first that did not start."""
+        """Without those that would delay the first that did not start, which is noted."""
         self._first = self._reserved = None
         for run in runs:
+            if self._reserved is not None:
+                time, spare = self._reserved
+                if run.job.gpus > spare and self._now + run.job.duration > time:
+                    continue
             yield run
             if self._first is None and not run.running:
                 self._first = run
