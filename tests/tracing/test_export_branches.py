@@ -182,7 +182,22 @@ class PoolsInside(nn.Module):
         return self.inner(x, batch, lengths).tanh()
 
 
-@pytest.mark.parametrize("kind", [Pooled, PoolsInside])
+class Packed(nn.Module):
+    """Sums parts whose number and lengths it computes, as vision encoders do with their images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, batch: Tensor, lengths: Tensor) -> Tensor:
+        counts = lengths - 7
+        ends = nn.functional.pad(torch.repeat_interleave(counts, counts).cumsum(0), (1, 0))
+        parts = self.linear(x[batch.nonzero()[:, 0]])[: ends[-1]].split(ends.diff().tolist())
+        starts = torch.tensor([batch[:n].sum() for n in lengths.tolist()], device=x.device)
+        return torch.stack([part.sum() for part in parts]).outer(starts.float())
+
+
+@pytest.mark.parametrize("kind", [Pooled, PoolsInside, Packed])
 def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments(
     kind: type[nn.Module],
 ) -> None:

@@ -187,6 +187,7 @@ _EXACT: Final = frozenset(
         *("expand", "expand_as", "unsqueeze", "view", "reshape", "repeat", "__getitem__", "to"),
     )
 )
+_WORDS: Final = ("constant", "ij", "floor", "trunc")  # of `pad`, `meshgrid` and `div`
 _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of long sequences
 
 
@@ -340,6 +341,9 @@ class KnownValues(FunctionMode):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, from known values where that may be."""
+        if func is torch.tensor and _are_scalars(*args) and kwargs.keys() <= {"dtype", "device"}:
+            stacked = self.run(torch.stack, args, {})  # it would read the data of fake tensors
+            return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         known = self._known_arguments(func, args, kwargs)
@@ -351,6 +355,8 @@ class KnownValues(FunctionMode):
             return answer
         result = func(*args, **kwargs)
         knowable = _is_exact if getattr(func, "__name__", "") in _EXACT else _is_knowable
+        if known is not None and isinstance(result, torch.Tensor) and not _is_sized(result):
+            return self._told(result, *self._computed(func, *known))
         if known is not None and any(map(knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
                 values, node = self._computed(func, *known)
@@ -364,6 +370,19 @@ class KnownValues(FunctionMode):
                             part = self.questions.made(operator.getitem, ((node, place), {}))
                         self._known[row] = (version_of(row), value, part)
         return result
+
+    def _told(self, made: torch.Tensor, value: torch.Tensor, node: fx.Node | None) -> torch.Tensor:
+        """What was made of known values that decide its sizes: their result, if it may be told."""
+        told = self._numbers or node is None or not self.questions.needs_arguments(node)
+        if not told or not _is_knowable(value):
+            return made
+        rows = value.tolist()
+        if node is not None:
+            self.questions.ask(self.questions.made(torch.Tensor.tolist, ((node,), {})), rows)
+        made = torch.tensor(rows, dtype=value.dtype, device=made.device).reshape(value.shape)
+        self._known[made] = (version_of(made), value, node)
+        self.answered = True
+        return made
 
     def _may_tell(self, func: Any, args: Any) -> bool:
         """True if a function asks for values that may be told; of arguments often no numbers."""
@@ -436,10 +455,18 @@ class KnownValues(FunctionMode):
         return result, self.questions.made(func, nodes, writes) if found else None
 
 
+def _are_scalars(rows: Any = None) -> bool:
+    """True if it is a list of tensors with one integer each, as Python's numbers are."""
+    scalars = isinstance(rows, list) and all(isinstance(row, torch.Tensor) for row in rows)
+    return scalars and {(row.dtype, row.dim()) for row in rows} == {(torch.int64, 0)}
+
+
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, torch.SymInt):
         return is_backed(leaf)
     plain = (int, float, bool, type(None), type(...), torch.dtype, torch.layout)
+    if isinstance(leaf, str):
+        return leaf in _WORDS
     return type(leaf) in plain or isinstance(leaf, torch.memory_format)
 
 
@@ -455,8 +482,12 @@ def _is_exact(result: Any) -> bool:
     """True if a tensor has values that every device has, where its function does not round."""
     if not isinstance(result, torch.Tensor) or result.is_complex():
         return False
-    sizes = list(result.shape)  # of what depends on values they have no hint
-    return all(map(is_backed, sizes)) and math.prod(map(hint, sizes)) <= _MOST
+    return _is_sized(result) and math.prod(map(hint, result.shape)) <= _MOST
+
+
+def _is_sized(result: torch.Tensor) -> bool:
+    """True if its sizes do not depend on values, of which they have no hint."""
+    return all(map(is_backed, list(result.shape)))
 
 
 def _is_mask(value: torch.Tensor) -> bool:
