@@ -9,6 +9,7 @@ import pytest
 import torch
 from placed import again_at_random, at_random, lazily
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import baechi
 from baechi.tracing.pytrees import ObjectChanges
@@ -220,3 +221,27 @@ def test_verification_leaves_the_callers_arguments_alone() -> None:
     lazily(Writing(), example_args=given, placer=baechi.RandomPlacer(0), verify=True)
     assert list(given[0]) == ["x", "kept"]
     assert given[2].hidden is None
+
+
+class Projected(nn.Module):
+    """Reads features by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, features: dict[str, BaseModelOutputWithPooling]) -> Tensor:
+        image = features["image"]
+        return self.first(image.pooler_output) + self.last(image.hidden_states[0]).relu()
+
+
+def test_fields_that_were_set_in_another_order_than_that_of_their_class() -> None:
+    """Of two alike features each is itself, though what a trace makes of them is in order."""
+    model = Projected()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=False, placer=baechi.RandomPlacer(0))
+    for _ in range(2):
+        image = BaseModelOutputWithPooling(hidden_states=(torch.randn(2, 4),))
+        image.pooler_output = torch.randn(2, 4)
+        assert torch.equal(placed({"image": image}), unsplit({"image": image}))
+    placed.unplace()

@@ -250,19 +250,25 @@ class Parts:
         self._is_object = _is_object if look_into else _is_plain_object
         self._number = {id(each): i for i, each in enumerate(given)}
 
-    def structure(self, value: Any) -> Structure:
-        """Of a value of any kind."""
-        return self._structure(value, _is_leaf)
+    def structure(self, value: Any, named: dict[str, Any] | None = None) -> Structure:
+        """Of a value of any kind; of a call, the dict of named arguments belongs to no caller."""
+        reordered = False
+
+        def is_leaf(each: Any) -> bool:
+            nonlocal reordered
+            reordered |= isinstance(each, OrderedDict) and not is_container(each)
+            return each is not named and _is_leaf(each)
+
+        leaves, spec = pytree.tree_flatten(value, is_leaf)
+        if reordered:  # what `fill` makes of a ModelOutput is in the order of its class's fields
+            value = pytree.tree_unflatten(leaves, spec)
+            named = named if named is None else value[1]
+            leaves, spec = pytree.tree_flatten(value, is_leaf)
+        return Structure(tuple(map(self._slot, leaves)), spec)
 
     def arguments(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Structure:
-        """Of a call, whose dict of named arguments belongs to no caller."""
-        return self._structure(
-            (positional, named), lambda value: value is not named and _is_leaf(value)
-        )
-
-    def _structure(self, value: Any, is_leaf: Callable[[Any], bool]) -> Structure:
-        leaves, spec = pytree.tree_flatten(value, is_leaf)
-        return Structure(tuple(map(self._slot, leaves)), spec)
+        """Of a call."""
+        return self.structure((positional, named), named)
 
     def _slot(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor | fx.Proxy):
