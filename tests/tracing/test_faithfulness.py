@@ -10,6 +10,7 @@ import torch
 import zoo
 from placed import EXACT, again_at_random, assert_same_values, at_random, lazily
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -544,3 +545,25 @@ def test_what_is_trained_in_a_plain_attribute_is_refused_where_it_is_read() -> N
     unread = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     unread[1].prompt = torch.zeros(4, requires_grad=True)
     assert baechi.trace(unread, (torch.ones(1, 4),)).ops
+
+
+class ByProducts(nn.Module):
+    """Attention by the kernel that it names, which rounds otherwise than that of a CPU."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            y = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=0.3)
+        return y + nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_kernels_of_attention_that_forward_chooses_are_taken() -> None:
+    model = ByProducts()
+    masks = torch.rand(16, 16) < 0.5, torch.randn(16, 16)
+    for mask in masks:
+        x = torch.randn(2, 4, 16, 8)
+        graph = baechi.trace(model, (x, mask)).module.graph_module
+        with torch.no_grad():
+            wanted = model(x, mask)
+            assert torch.equal(graph(x, mask)[0], wanted)
+            with sdpa_kernel(SDPBackend.MATH):
+                assert not torch.equal(model(x, mask), wanted)

@@ -318,18 +318,26 @@ precision_settings: Final[Mapping[str, Callable[[], str]]] = {
     for place, backend in (("cuda", "cuda"), ("cpu", "mkldnn"))
     for name, op in (("matmul", "matmul"), ("convolution", "conv"), ("recurrent", "rnn"))
 }
+_attention_settings: Final[tuple[Callable[[], bool], ...]] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+)
 kernel_settings: Final[tuple[Callable[[], Any], ...]] = (
     torch._C._get_deterministic_algorithms,
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_cudnn_enabled,
     torch._C._get_cudnn_benchmark,
     torch._C._get_cudnn_deterministic,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
+    *_attention_settings,
     *precision_settings.values(),
 )
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels attention may take; the last are plain products."""
+    return tuple(read() for read in _attention_settings)
 
 
 def abandon_pool(device: int, pool: Any) -> None:

@@ -28,6 +28,7 @@ from baechi.torch_support.torch_internals import (
     TRACER_CHECK,
     FakeTensor,
     FunctionBase,
+    attention_kernels,
     held_nodes_kept,
     hooks_of,
 )
@@ -142,6 +143,8 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
+        attend = partial(_attended, attention_kernels())
+        replace(nn.functional, "scaled_dot_product_attention", attend)
         # Layers ask both to choose torch's fused kernels, which an eager run takes.
         replace(torch.overrides, "has_torch_function", _overridden)
         replace(*TRACER_CHECK, lambda _: False)
@@ -195,6 +198,33 @@ def _seeded(own: Any, *args: Any, **kwargs: Any) -> Any:
     if str(caller).partition(".")[0] not in ("torch", "baechi"):
         _refuse(f"torch.{own.__name__}")
     return own(*args, **kwargs)
+
+
+def _attended(outside: Sequence[bool], own: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `torch.nn.attention.sdpa_kernel` in forward chooses, which is about all threads."""
+    inside, on_cpu = attention_kernels(), isinstance(query, torch.Tensor) and query.is_cpu
+    if inside == outside or (on_cpu and inside[0] == outside[0]):  # it has the first and the last
+        return own(query, *args, **kwargs)
+    if any(inside[:-1]) or isinstance(query, fx.Proxy):
+        _refuse("torch.nn.attention.sdpa_kernel")
+    return _by_products(query, *args, **kwargs)
+
+
+def _by_products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """What `SDPBackend.MATH` runs."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    return torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
 
 
 def _unnested(
