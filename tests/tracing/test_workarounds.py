@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from placed import EXACT, again_at_random, assert_same_values, at_random, one_thread, step
+from placed import EXACT, again_at_random, assert_same_values, at_random, lazily, one_thread, step
 from seeds import some
 from torch import Tensor, nn
 from torch._decomp import decompositions
@@ -242,3 +242,44 @@ def test_a_layer_whose_weights_were_moved_one_by_one_is_compact_again() -> None:
     (layer,) = (module for module in model.modules() if isinstance(module, nn.LSTM))
     assert len({parameter.untyped_storage()._cdata for parameter in layer.parameters()}) == 1
     model(*(tensor.to("cuda:0") for tensor in args))  # a warning would be an error
+
+
+class Mapped(nn.Module):
+    """Maps over the rows of a mask, as transformers does, and over weights, with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weights = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+
+        def seen(i: Tensor, j: Tensor, row: Tensor) -> Tensor:
+            return (i >= j) & row
+
+        rows = torch.vmap(torch.vmap(seen, (None, 0, 0)), (0, None, None))
+        seen_by = torch.vmap(rows, (None, None, 0))(positions, positions, mask)
+        y = self.linear(x)
+        y = torch.vmap(lambda weight: functional.gelu(y @ weight).softmax(-1))(self.weights).sum(0)
+        return functional.scaled_dot_product_attention(y, y, y, attn_mask=seen_by)
+
+
+def test_what_vmap_runs_is_traced_at_all_sizes() -> None:
+    model = Mapped()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, placer=baechi.RandomPlacer(0))
+    for length in (5, 6, 7):
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[0, 1] = False
+        args = torch.randn(2, length, 8), mask
+        assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
+    assert len(placed._specializations) == 1
+    placed.unplace()
+
+
+def test_torch_still_exports_the_levels_of_vmap() -> None:
+    """If this fails, torch is mended: `workarounds.mapped` may go."""
+    args = torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.bool)
+    graph = torch.export.export(Mapped(), args).module().graph
+    assert "_vmap_increment_nesting" in str(graph)

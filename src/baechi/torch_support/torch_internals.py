@@ -470,6 +470,15 @@ def below_export() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recorded_below_autograd(mode: Any) -> Iterator[None]:
+    """Let `torch.export`, whose mode it is, record operators inside as autograd hands them on."""
+    flags = False, mode._allow_fake_constant, mode._error_on_data_dependent_ops
+    below = proxy_tensor.ProxyTorchDispatchMode(mode.tracer, mode.tracing_mode, *flags)
+    with below_export(), below:
+        yield
+
+
 def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
     """The result of an operator's decomposition in C++, whose parts may be decomposed in Python."""
     with enable_python_dispatcher():
@@ -478,6 +487,7 @@ def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
 
 # By which `nn.MultiheadAttention` avoids its fused kernel in a trace.
 TRACER_CHECK: Final = (nn.modules.activation, "_is_make_fx_tracing")
+VMAP: Final = (torch._functorch.apis, "vmap_impl")
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parents[1])
 

@@ -26,6 +26,7 @@ from baechi.errors import TraceError
 from baechi.torch_support.torch_internals import (
     APPLY_IS_NATIVE,
     TRACER_CHECK,
+    VMAP,
     FakeTensor,
     FunctionBase,
     attention_kernels,
@@ -35,7 +36,7 @@ from baechi.torch_support.torch_internals import (
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import OURS, GradientMode
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
-from baechi.tracing.workarounds import CustomFunctions
+from baechi.tracing.workarounds import CustomFunctions, mapped
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 HOOKS: Final = (*_BACKWARD, *FORWARD)
@@ -143,6 +144,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
+        replace(*VMAP, mapped)
         attend = partial(_attended, attention_kernels())
         replace(nn.functional, "scaled_dot_product_attention", attend)
         # Layers ask both to choose torch's fused kernels, which an eager run takes.

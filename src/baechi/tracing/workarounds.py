@@ -24,6 +24,11 @@ Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
 
+`torch.vmap`
+    An export keeps its parts as functions that enter and leave a level of functorch, between which
+    nothing else may run. Below autograd there are operators on whole batches, which are kept.
+    `test_torch_still_exports_the_levels_of_vmap` fails when torch is mended.
+
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
     A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
@@ -31,7 +36,7 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -49,6 +54,7 @@ from baechi.torch_support.torch_internals import (
     export_mode,
     fake_kernels,
     held_function,
+    recorded_below_autograd,
     track_tensor_tree,
 )
 
@@ -141,6 +147,13 @@ class CustomFunctions:
         target.__module__, target.__qualname__ = function.__module__, function.__qualname__
         target.__name__ = function.__name__
         return self._targets.setdefault(function, target)
+
+
+def mapped(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`torch.vmap` while a tracer runs."""
+    mode = export_mode()
+    with nullcontext() if mode is None else recorded_below_autograd(mode):
+        return own(*args, **kwargs)
 
 
 def _proxy_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
