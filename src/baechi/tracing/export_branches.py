@@ -175,6 +175,8 @@ _TRUTHS: Final = frozenset(
 _NUMBERS: Final = frozenset(
     (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist)
 )
+_SIZED: Final = frozenset(("view", "reshape", "expand", "split", "narrow", "zeros", "ones", "pad"))
+_INDEXED: Final = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
 _UNKNOWN: Final = ("rand", "bernoulli", "geometric", "multinomial", "empty", "new_empty", "resize")
@@ -346,6 +348,8 @@ class KnownValues(FunctionMode):
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
+        if self._numbers:
+            args = self._with_numbers(func, args)
         known = self._known_arguments(func, args, kwargs)
         if known is not None and self._may_tell(func, args):
             self.answered = True
@@ -370,6 +374,24 @@ class KnownValues(FunctionMode):
                             part = self.questions.made(operator.getitem, ((node, place), {}))
                         self._known[row] = (version_of(row), value, part)
         return result
+
+    def _with_numbers(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with numbers for tensors that are sizes or bounds, which C++ would read."""
+
+        def number(leaf: Any) -> Any:
+            scalar = isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int64 and not leaf.dim()
+            known = scalar and self._row(leaf) is not None
+            return self.run(torch.Tensor.__index__, (leaf,), {}) if known else leaf
+
+        if func in _INDEXED:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(row, slice) for row in index):
+                rows = (fx.node.map_aggregate(r, number) if type(r) is slice else r for r in index)
+                return (args[0], tuple(rows), *args[2:])
+        if getattr(func, "__name__", "") not in _SIZED:
+            return args
+        own = bool(args) and isinstance(args[0], torch.Tensor)
+        return (*args[:own], *(fx.node.map_aggregate(arg, number) for arg in args[own:]))
 
     def _told(self, made: torch.Tensor, value: torch.Tensor, node: fx.Node | None) -> torch.Tensor:
         """What was made of known values that decide its sizes: their result, if it may be told."""
