@@ -406,6 +406,25 @@ def test_a_backward_that_accumulates_leaves_no_gradient():
     assert model.inner.layer.bias.grad is None
 
 
+class Stacks(nn.Module):
+    """Joins tensors that have a gradient only since they were written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = [torch.full((2, 3), -torch.inf) for _ in range(2)]
+        for row in wide:
+            row[:, :2] = self.linear(x)
+        return torch.stack(wide).exp()
+
+
+def test_what_is_written_into_the_parts_of_a_join_is_estimated() -> None:
+    traced = baechi.trace(Stacks(), (torch.randn(2, 4),))
+    assert len(baechi.estimate(traced, "cpu").costs) == len(traced.ops)
+
+
 def test_estimating_is_deterministic_and_leaves_the_model_alone():
     model, args, kwargs = zoo.MODELS["resnet_train"]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -152,6 +152,8 @@ class _Gradients:
             if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
                 continue
             parts = [source for source in node.all_input_nodes if self._is_graded(source)]
+            if not parts:  # they have a gradient only since something was written into them
+                continue
             last = min(self._last_use(source, place, inner) for source in parts)
             # Of those that keep it one at least is here, and in the graph.
             nbytes, least = self._nbytes(node), min(map(self._nbytes, parts))
