@@ -149,7 +149,7 @@ def place(
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     loader = _loader(model, weights, convert_weights)
     others = {"verify": verify, "compile": compile, "cuda_graphs": cuda_graphs}
-    cutting = check_microbatches(microbatches, batch, others)
+    cutting = check_microbatches(model, microbatches, batch, others)
     _check_objective(objective, training=training, batches=cutting.n)
     target = memory_target(checkpoint)
     world = devices if isinstance(devices, Ranks) else None

@@ -3,11 +3,13 @@
 import copy
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import zoo
@@ -381,16 +383,21 @@ def test_what_micro_batches_cannot_be_is_said() -> None:
     placed = lazily(Tied(), microbatches=4)
     with pytest.raises(InputError, match=r"a batch of 6 .* into 4 .*one of 1, 2, 3, 6"):
         placed(X[:6])
-    with pytest.raises(InputError, match="number for each of the 4"):
-        placed.step(X, targets=T, loss=criterion, weights=[1.0])
+    with pytest.raises(InputError, match=r"a batch of 0 .* into 4 .*Give a batch of 4"):
+        placed(X[:0])
+    for weights in ([1.0], torch.tensor(1.0), [1, 2, 3, "a"]):
+        with pytest.raises(InputError, match="number for each of the 4"):
+            placed.step(X, targets=T, loss=criterion, weights=weights)
     with pytest.raises(InputError, match="leave loss= out"):
         placed.step(X, loss=criterion)
     with pytest.raises(InputError, match="different numbers of samples: x has 8, targets has 16"):
         lazily(Tied(), microbatches=2, batch={"x": 0, "targets": 0}).step(
             X, targets=T.flatten(), loss=criterion
         )
-    with pytest.raises(InputError, match=r"batch has 'y': 0, but .* x \[8, 2\]"):
-        lazily(Tied(), microbatches=2, batch={"y": 0})(X)
+    with pytest.raises(InputError, match=r"batch has 'x': 2, but .* x \[8, 2\]"):
+        lazily(Tied(), microbatches=2, batch={"x": 2, "targets": 0})(X)
+    with pytest.raises(InputError, match=r"batch has 'target': 0, but .*Tied takes x"):
+        lazily(Tied(), microbatches=2, batch={"x": 0, "target": 0})
     with pytest.raises(InputError, match="cuda_graphs= does not go with microbatches='auto'"):
         lazily(Tied(), microbatches="auto", cuda_graphs="auto")
     with pytest.raises(InputError, match="verify= does not go with microbatches"):
@@ -507,14 +514,45 @@ class Annealed:
         return self(y, t)
 
 
-@pytest.mark.parametrize("kind", ["variable", "global", "callee", "object", "method", "partial"])
+class Weighing(nn.Module):
+    """A loss that reads what no attribute of it is."""
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return FACTOR * criterion(y, t)
+
+
+class Slotted:
+    """Has its weight in a slot, and gives it without a name."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __getitem__(self, index: int) -> float:
+        return self.weight
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("variable", "global", "callee", "object", "method", "partial"),
+        *("module", "array", "deque", "slot", "item", "getattr"),
+    ],
+)
 def test_a_step_has_what_its_loss_reads_in_python_now(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight that is annealed; the plans of earlier values are found again."""
     placed, owner, values = lazily(Tied(), microbatches=2), Annealed(), [1.0, 2.0, 4.0, 1.0]
-    rows = [owner]
+    rows, array, few, slotted = [owner], numpy.ones(1), deque([1.0]), Slotted()
     losses = {
+        "module": Weighing(),
+        "array": lambda y, t: float(array[0]) * criterion(y, t),
+        "deque": lambda y, t: few[0] * criterion(y, t),
+        "slot": lambda y, t: slotted.weight * criterion(y, t),
+        "item": lambda y, t: slotted[0] * criterion(y, t),
+        "getattr": lambda y, t: getattr(owner, "settings")["weight"] * criterion(y, t),  # noqa: B009
         "variable": lambda y, t: rows[0].settings["weight"] * criterion(y, t),
         "global": scaled,
         "callee": lambda y, t: 2 * scaled(y, t),
@@ -523,7 +561,7 @@ def test_a_step_has_what_its_loss_reads_in_python_now(
     }
     found = []
     for value in values:
-        owner.settings["weight"] = value
+        owner.settings["weight"] = array[0] = few[0] = slotted.weight = value
         owner.steps_done += 1
         monkeypatch.setitem(globals(), "FACTOR", value)
         loss = losses.get(kind) or partial(Annealed.__call__, owner)
@@ -555,6 +593,35 @@ def test_what_is_no_loss_is_named() -> None:
         placed.step(X, targets=T, loss=lambda y, t: {"rows": y.sum(), "loss": criterion(y, t)})
     with pytest.raises(InputError, match=r"targets.*give loss= beside targets="):
         placed.step(X, targets=T)
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.CrossEntropyLoss())
+    for loss in ("cross entropy", scripted):
+        with pytest.raises(InputError, match="give a function in Python"):
+            placed.step(X, targets=T, loss=loss)
+
+
+def test_a_step_that_would_leave_no_gradient_is_refused() -> None:
+    def detached(y: Tensor, t: Tensor) -> Tensor:
+        return criterion(y, t).detach()
+
+    placed = lazily(Tied(), microbatches=2)
+    with pytest.raises(ExecutionError, match="the loss is detached"):
+        placed.step(X, targets=T, loss=detached)
+    with torch.inference_mode():
+        placed.step(X, targets=T, loss=criterion)
+    assert all(parameter.grad is not None for parameter in placed.parameters())
+    placed.requires_grad_(False)
+    with pytest.raises(ExecutionError, match="no parameter needs one"):
+        placed.step(X, targets=T, loss=criterion)
+    with pytest.raises(ExecutionError, match="training=False"):
+        lazily(Tied(), microbatches=2, training=False).step(X, targets=T, loss=criterion)
+
+
+def test_an_error_in_a_loss_of_torch_names_no_line_of_ours() -> None:
+    torch.manual_seed(0)
+    placed = lazily(Chain(4), microbatches=2)
+    with pytest.raises(ExecutionError, match=r"^cross_entropy_loss failed on .*out of bounds"):
+        placed.step(torch.rand(4, 4), targets=torch.full((4,), 9), loss=functional.cross_entropy)
 
 
 def test_a_step_of_many_holds_what_one_of_few_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@
 Both bit for bit, with several devices at work at once.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
@@ -58,14 +59,14 @@ class Microbatches:
             return [call]
         dims = self._dims(call)
         size = self._size(call, dims)
-        if size % self.n:
+        if size % self.n or not size:
             divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             less = size - size % self.n
             sizes = f"{less} or {less + self.n}" if less else self.n
+            other = f", or microbatches= one of {divisors}" if size else ""
             raise InputError(
                 f"a batch of {size} cannot be cut into {self.n} equal micro-batches. Give a batch "
-                f"of {sizes} (a DataLoader's last one goes with drop_last=True), or microbatches= "
-                f"one of {divisors}."
+                f"of {sizes} (a DataLoader's last one goes with drop_last=True){other}."
             )
         parts = [
             (tensor,) * self.n if dim is None else torch.split(tensor, size // self.n, dim)
@@ -107,13 +108,12 @@ class Microbatches:
         if self.batch is None:
             size = next((tensor.shape[0] for tensor in call.tensors if tensor.dim()), 0)
             return tuple(0 if t.dim() and t.shape[0] == size else None for t in call.tensors)
-        for name, dim in self.batch.items():
-            tensor = dict(zip(call.names, call.tensors, strict=True)).get(name)
-            if tensor is None or (dim is not None and not -tensor.dim() <= dim < tensor.dim()):
+        found = [self.batch.get(name) for name in call.names]
+        for name, dim, tensor in zip(call.names, found, call.tensors, strict=True):
+            if dim is not None and not -tensor.dim() <= dim < tensor.dim():
                 raise InputError(
                     f"batch has {name!r}: {dim}, but the tensors of this call are {call.shapes}."
                 )
-        found = (self.batch.get(name) for name in call.names)
         rows = zip(found, call.tensors, strict=True)
         return tuple(None if dim is None else dim % tensor.dim() for dim, tensor in rows)
 
@@ -123,11 +123,12 @@ class Microbatches:
         Raises:
             InputError: They are neither "mean", "sum" nor so many numbers.
         """
-        if isinstance(weights, str):
-            if weights in ("mean", "sum"):
-                return [1.0 if weights == "sum" else 1 / self.n] * self.n
-        elif isinstance(weights, Sequence | torch.Tensor) and len(weights) == self.n:
-            return [float(weight) for weight in weights]
+        if isinstance(weights, str) and weights in ("mean", "sum"):
+            return [1.0 if weights == "sum" else 1 / self.n] * self.n
+        with suppress(TypeError, ValueError):
+            rows = [float(weight) for weight in weights]
+            if len(rows) == self.n:
+                return rows
         raise InputError(
             f'weights is {weights!r}; give "mean", "sum", or a number for each of the {self.n} '
             "micro-batches, such as its share of all tokens."
@@ -135,7 +136,10 @@ class Microbatches:
 
 
 def check_microbatches(
-    microbatches: int | str | None, batch: BatchSpec | None, others: Mapping[str, Any]
+    model: nn.Module,
+    microbatches: int | str | None,
+    batch: BatchSpec | None,
+    others: Mapping[str, Any],
 ) -> Microbatches:
     """The micro-batches that `place` was asked for, with options that may not go with them.
 
@@ -159,7 +163,14 @@ def check_microbatches(
         )
     if batch is not None:
         check_is(batch, Mapping, "batch")  # type: ignore[type-abstract]
-        for dim in batch.values():
+        forward = inspect.signature(model.forward).parameters
+        any_name = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in forward.values())
+        for name, dim in batch.items():
+            if not any_name and str(name).split(".")[0] not in (*forward, "args", TARGETS):
+                raise InputError(
+                    f"batch has {name!r}: {dim}, but forward of this {type(model).__name__} takes "
+                    f"{', '.join(forward)}."
+                )
             if dim is not None:
                 check_is(dim, int, "a dimension in batch")
     return Microbatches(n, batch)
@@ -175,6 +186,11 @@ class ModelWithLoss(nn.Module):
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        if not (loss is None or callable(loss)) or isinstance(loss, torch.jit.ScriptModule):
+            raise InputError(
+                f"loss is a {type(loss).__name__}; give a function in Python, or such a module, of "
+                "the model's result and the targets."
+            )
         super().__init__()
         self.model = model
         self.loss = loss
@@ -236,7 +252,8 @@ def train(
     """The weighted sum of the losses of all micro-batches; their gradients are in `.grad`.
 
     Raises:
-        ExecutionError: An argument needs a gradient, or a parameter has a hook on its gradient.
+        ExecutionError: An argument needs a gradient, a parameter has a hook on its gradient, or no
+            parameter would get one.
     """
     if str(calls[0].autocast):
         raise ExecutionError(
@@ -261,6 +278,14 @@ def train(
             )
         (node, row), *_ = bound.results.items()
         (loss,) = executable.module.facts.nodes[node].values
+        reasons = {
+            "the model was placed with training=False": not executable.training,
+            "the loss is detached from all parameters": not loss.requires_grad,
+            "no parameter needs one": not (trained or executable.ranks),
+        }
+        if any(reasons.values()):
+            why = next(why for why, holds in reasons.items() if holds)
+            raise ExecutionError(f"a step would leave no gradient, since {why}.")
         begun = [parameter.grad for parameter in bound.parameters]
         totals = Totals(begun, copies=executable.graphs is not None and meter is None)
         place = executable.places[row.device]

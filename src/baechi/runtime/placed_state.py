@@ -373,7 +373,7 @@ class PlacedState:
         """As `PlacedModule.step`."""
         if self._specialize is None:
             raise InputError("`apply` has no plan with a loss; `baechi.place` makes one.")
-        with self.lock, torch.enable_grad():
+        with self.lock, torch.inference_mode(False), torch.enable_grad():
             self.drain()
             entry = self._step_entry(loss)
             calls = self.cut(entry.module, step_call(entry.module, args, kwargs, targets))

@@ -29,8 +29,9 @@ from torch import fx
 
 from baechi.torch_support.torch_internals import OpOverload
 
-# Beginnings of lines of a stack in torch and in what watches it here.
-_NOT_THE_MODELS: Final = tuple(f'File "{Path(file).parent}' for file in (torch.__file__, __file__))
+# Beginnings of lines of a stack, in torch and in what watches it here.
+_IN_TORCH: Final = f'File "{Path(torch.__file__).parent}'
+_OURS: Final = f'File "{Path(__file__).parents[1]}'
 
 
 def operator_name(node: fx.Node) -> str:
@@ -114,9 +115,10 @@ def source_line(node: fx.Node) -> str:
     The innermost line that is neither torch's own, such as that of a layer in `torch.nn`, nor ours.
     """
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    places = [i for i, line in enumerate(lines) if line.strip().startswith('File "')]
-    own = [i for i in places if not lines[i].strip().startswith(_NOT_THE_MODELS)]
-    places = own or places
+    rows = [(i, line.strip()) for i, line in enumerate(lines)]
+    rows = [row for row in rows if row[1].startswith('File "') and not row[1].startswith(_OURS)]
+    rows = [row for row in rows if not row[1].startswith(_IN_TORCH)] or rows
+    places = [i for i, _ in rows]
     if not places:
         return ""
     place = lines[places[-1]].strip()
