@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,9 +213,22 @@ def test_calls_and_moves_meanwhile_wait_for_what_is_under_way(traced: baechi.Tra
         check(placed(*rows[5]), rows[5], plain)
     assert not placed_state(placed).underway
     check(next(stream), rows[1], plain)
+    assert placed_state(placed).underway
+    placed.load_state_dict(plain.state_dict())
+    assert not placed_state(placed).underway
     placed.unplace()
     check(next(stream), rows[2], plain)
     check(next(stream), rows[3], plain)
+
+
+def test_several_threads_may_share_a_stream(traced: baechi.Traced) -> None:
+    placed, rows = again_at_random(traced, seed=2, devices=3), requests(60)
+    stream, found = placed.stream(rows, in_flight=3), []
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(lambda: found.extend(stream)) for _ in range(4)]:
+            done.result()
+    assert {id(y["x"]) for y in found} == {id(x) for x, _ in rows}
+    placed.unplace()
 
 
 def test_what_draws_or_writes_runs_one_request_after_the_other() -> None:

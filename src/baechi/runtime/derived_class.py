@@ -166,10 +166,15 @@ class Placed:
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As the model's; of ranks each loads its own of what is the model's or its own."""
+        """As the model's, after what is under way.
+
+        Of ranks each loads its own of what is the model's or its own.
+        """
         load = super().load_state_dict  # type: ignore[misc]
         if self._ranks() is not None:
             state_dict = loadable(super().state_dict(), state_dict)  # type: ignore[misc]
+        if (state := self.__dict__.get(KEY)) is not None:
+            state.drain()
         return load(state_dict, strict, assign)
 
     def _twin(self) -> nn.Module:

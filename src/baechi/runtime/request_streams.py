@@ -7,6 +7,7 @@ requests ──► taken, begun ──► under way on the workers ──► out
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from threading import RLock
 from typing import Any, NoReturn, final
 
 import torch
@@ -20,7 +21,8 @@ from baechi.runtime.placed_state import PlacedState
 class Stream(Iterator[Any]):
     """The outputs of requests, as `PlacedModule.stream` says.
 
-    No thread of its own: requests are taken, and begun, where an output is asked for.
+    No thread of its own: requests are taken, and begun, where an output is asked for. Several
+    threads may ask; each output goes to one of them.
     """
 
     def __init__(
@@ -35,10 +37,15 @@ class Stream(Iterator[Any]):
         self._requests = iter(requests)
         self._in_flight = in_flight
         self._ended = False
+        self._lock = RLock()
         self._taken: deque[Callable[[], Any]] = deque()  # what gives an output, or raises an error
 
     def __next__(self) -> Any:
         """The next request's output, or its error; those after it can still be had."""
+        with self._lock:
+            return self._next()
+
+    def _next(self) -> Any:
         while len(self._taken) < self._in_flight and not self._ended:
             self._take()
         if not self._taken:

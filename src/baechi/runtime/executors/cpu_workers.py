@@ -30,8 +30,8 @@ Action = Callable[[Step], None]
 _State = Callable[[], contextlib.ExitStack]  # makes a context
 
 _UNPLACED: Final = (
-    "the module was unplaced within a step and has no workers any more: go backward before "
-    "unplace()."
+    "the module was unplaced within a step or a stream and has no workers any more: go backward, "
+    "or take all outputs, before unplace()."
 )
 
 
