@@ -23,7 +23,7 @@ from baechi.planning.planner import Planner
 from baechi.probing.cluster_probe import probe
 from baechi.probing.graph_launches import replayed
 from baechi.probing.worker_costs import as_lanes
-from baechi.processes.agreement import refuse_for_ranks
+from baechi.processes.agreement import compare_weights, refuse_for_ranks
 from baechi.processes.world import Ranks
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.op_costs import Profile
@@ -157,6 +157,7 @@ def place(
         refuse_for_ranks(others)
         if weights is None:
             refuse_meta(model)
+        compare_weights(world, model)
     cluster = world.cluster if world is not None else as_lanes(with_kinds(probe(devices)))
     cluster = cluster if target is None else within_memory(cluster, target)
     places = list(

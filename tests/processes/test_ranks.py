@@ -21,6 +21,7 @@ SUPPORT = Path(rank_checks.__file__).parent
 LAST = ("an_error_in_forward_is_one_of_all", "ranks_that_do_different_things_are_told")
 APART = (
     *LAST,
+    "ranks_that_take_different_plans_are_told",
     "an_error_in_the_loss_is_one_of_all",
     "an_error_between_steps_is_one_of_all",
     "a_checkpoint_of_two_ranks_loads_here",
@@ -137,10 +138,15 @@ def test_a_launcher_restarts_all_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "transport"), [("forward", "gloo"), ("the_loss", "auto"), ("the_loss", "gloo")]
+    ("name", "transport"),
+    [
+        ("an_error_in_forward_is_one_of_all", "gloo"),
+        ("an_error_in_the_loss_is_one_of_all", "auto"),
+        ("an_error_in_the_loss_is_one_of_all", "gloo"),
+        ("ranks_that_take_different_plans_are_told", "auto"),
+    ],
 )
-def test_an_error_on_a_rank_is_one_of_all(part: str, transport: str, tmp_path: Path) -> None:
-    name = f"an_error_in_{part}_is_one_of_all"
+def test_an_error_on_a_rank_is_one_of_all(name: str, transport: str, tmp_path: Path) -> None:
     assert outcome(2, tmp_path, transport, name) == {name: ["", ""]}
 
 

@@ -425,13 +425,17 @@ def what_cannot_be_traced_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
 @check
 def ranks_with_different_models_or_examples_are_told_where(ranks: Ranks) -> None:
     rows = 4 * (ranks.rank + 1)
-    for width, x, text in (
-        (rows, torch.ones(8, 2), r"row 1:\n.*float32\[4, 2\].*\n.*float32\[8, 2\]"),
-        (4, torch.ones(rows, 2), r"row 0:\n.*float32\[4, 2\].*\n.*float32\[8, 2\]"),
+    for width, bias, x, text in (
+        (rows, 0, torch.ones(8, 2), r"row 0:\n.*0.weight \[4, 2\].*\n.*0.weight \[8, 2\]"),
+        (4, ranks.rank, torch.ones(8, 2), r"row 1:\n.*0.bias \[4\] \[0.*\n.*0.bias \[4\] \[1"),
+        (4, 0, torch.ones(rows, 2), r"row 0:\n.*float32\[4, 2\].*\n.*float32\[8, 2\]"),
     ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, width), nn.ReLU())
+        nn.init.constant_(model[0].bias, bias)
         with pytest.raises(baechi.InputError, match=f"(?s)between ranks 0 and 1.*{text}") as told:
-            place(nn.Sequential(nn.Linear(2, width), nn.ReLU()), ranks, example_args=(x,))
-        assert len(str(told.value)) < 800
+            place(model, ranks, example_args=(x,))
+        assert len(str(told.value)) < 900
 
 
 @check
@@ -444,6 +448,11 @@ def ranks_with_batches_of_their_own_are_told(ranks: Ranks) -> None:
     placed.step(X, targets=T, loss=criterion)
     with pytest.raises(baechi.InputError, match=apart), torch.no_grad():
         placed.eval()((X + ranks.rank) % 11)
+    placed = place(Tied(dropout=0.5), ranks)
+    torch.manual_seed(ranks.rank)
+    with pytest.raises(baechi.InputError, match=f"{apart}, or seeds"):
+        placed(X)
+    torch.manual_seed(0)
 
 
 def fails_on_all(ranks: Ranks, part: str, line: str, x: Tensor, t: Tensor) -> None:
@@ -496,6 +505,21 @@ def ranks_that_do_different_things_are_told(ranks: Ranks) -> None:
     placed(X)
     with pytest.raises(baechi.ExecutionError, match="plans a call"):
         placed(X[: 8 - 4 * (ranks.rank == 1)])
+
+
+@check
+def ranks_that_take_different_plans_are_told(ranks: Ranks) -> None:
+    """A last check: each rank has both plans, whose messages are of the same shapes."""
+    placed, factor = place(Tied(), ranks, microbatches=2), [1.0]
+
+    def scaled(y: Tensor, t: Tensor) -> Tensor:
+        return factor[0] * criterion(y, t)
+
+    for factor[0] in (1.0, 2.0):
+        placed.step(X, targets=T, loss=scaled)
+    factor[0] = 1.0 + (ranks.rank == 1)
+    with pytest.raises(baechi.ExecutionError, match="the ranks run different calls"):
+        placed.step(X, targets=T, loss=scaled)
 
 
 @check

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import nn
 
 from baechi.errors import InputError
 from baechi.processes.world import Ranks
@@ -87,9 +88,28 @@ def compare_programs(ranks: Ranks, program: Program, step_ns: int) -> None:
     ranks.step_ns = max(ranks.step_ns, step_ns)
 
 
-def compare_batches(ranks: Ranks, tensors: Iterable[torch.Tensor]) -> None:
-    """Raise an error unless the ranks of a replica were given the same values."""
+def compare_weights(ranks: Ranks, model: nn.Module) -> None:
+    """Raise an error unless all ranks begin with the same model, by a corner of every tensor."""
+    state = [*model.named_parameters(), *model.named_buffers()]
+    rows = [
+        f"{name} {list(tensor.shape)} {tensor.detach()[(slice(4),) * tensor.dim()].tolist()}"
+        for name, tensor in state
+        if type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    ]
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    ranks.compare("what parameters and buffers hold", digest, lambda: rows)
+
+
+def compare_batches(ranks: Ranks, tensors: Iterable[torch.Tensor], random: bool) -> None:
+    """Raise an error unless the ranks of a replica were given the same values.
+
+    If they draw random numbers, also unless these are the same.
+    """
     digest = hashlib.sha256()
+    if random and ranks.device.type == "cpu":
+        tensors = [*tensors, torch.get_rng_state()]
     for tensor in tensors:
         dense = tensor.detach().resolve_conj().resolve_neg().to("cpu").to_dense()
         digest.update(bytes_of(dense.contiguous().view(-1)))
@@ -97,9 +117,9 @@ def compare_batches(ranks: Ranks, tensors: Iterable[torch.Tensor]) -> None:
     other = next((ranks.first + i for i, row in enumerate(others, 1) if row != first), None)
     if other is not None:
         raise InputError(
-            f"ranks {ranks.first} and {other} were given different batches. The ranks of a replica "
-            "run parts of one model, so each is given the same whole batch: take no part of the "
-            "data by rank (DistributedSampler), and shuffle with one seed."
+            f"ranks {ranks.first} and {other} were given different batches, or seeds. The ranks of "
+            "a replica run parts of one model, so each is given the same whole batch: take no part "
+            "of the data by rank (DistributedSampler), and seed all alike (torch.manual_seed)."
         )
 
 

@@ -172,8 +172,8 @@ class Ranks:
         one, two = (f"{row[:50]} ... {row[begin : begin + 150]} ..." for row in (one, two))
         raise InputError(
             f"{what} differs between ranks 0 and {other}, first in row {at}:\n  {one}\n  {two}\n"
-            "Every rank has to make the same model, in the same mode, and call it with arguments "
-            "of the same shapes."
+            "Every rank has to make the same model, seeded alike (torch.manual_seed), in the same "
+            "mode, and call it with arguments of the same shapes."
         )
 
     def _await(self, keys: Sequence[str]) -> None:

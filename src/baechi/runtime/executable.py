@@ -351,7 +351,7 @@ class Executable:
     def _executing(self, call: Call, meter: Meter | None) -> Iterator[Executor]:
         """What runs such calls: in the first step of a compiled mode, the block, one thread."""
         if self.ranks is not None and not self._compared:
-            compare_batches(self.ranks, call.tensors)
+            compare_batches(self.ranks, call.tensors, any(op.random for op in self.traced.ops))
             self._compared = True
         executor, modes = self._executor if meter is None else self._counted, self._modes
         if modes is None or meter is not None or (mode := self._mode(call)) in modes:

@@ -84,6 +84,7 @@ class RankExecutor:
             )
         self.bound = bound
         self._program, self._ranks = program, ranks
+        self._plan = ranks.key()  # all make the same plans
         numbers = range(len(program.phases))
         self._phases = [_Phase(program, i, ranks, random, bound) for i in numbers]
         self._ran: list[tuple[str, int, int]] = []  # what was done in the latest step
@@ -167,7 +168,7 @@ class RankExecutor:
         totals = steps[0].totals
 
         def key(row: Copy) -> tuple[int, ...]:
-            return run, number, row.tensor, row.batch
+            return run, self._plan, number, row.tensor, row.batch
 
         def message(row: Copy) -> Message:
             if row.tensor == GENERATOR:
