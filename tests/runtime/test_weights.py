@@ -148,6 +148,24 @@ def test_a_second_shape_and_mode_after_weights_were_read(folder: Path) -> None:
     assert_equal_state(placed, expected)  # statistics of the batch
 
 
+@pytest.mark.parametrize("first", ["a step", "a part"])
+def test_weights_are_read_where_the_first_plan_is_of_a_step_or_a_part(
+    folder: Path, first: str
+) -> None:
+    expected = real()
+    placed = place(skeleton(), folder, microbatches=None if first == "a part" else 2)
+    if first == "a part":
+        assert torch.equal(placed.embed(ROWS), expected.embed(ROWS))
+    rows, total = torch.cat([ROWS, ROWS + 1]), torch.zeros(())
+    loss = placed.step(rows, targets=rows, loss=lambda y, t: (y - t).square().mean())
+    for part in [rows] if first == "a part" else rows.chunk(2):
+        own = (expected(part) - part).square().mean() * (len(part) / 4)
+        own.backward()
+        total = total + own.detach()
+    assert torch.equal(loss, total)
+    assert torch.equal(placed.embed.weight.grad, expected.embed.weight.grad)
+
+
 def test_all_that_does_not_fit_is_one_error_before_a_byte_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ class Planner:
                 )
             except InfeasibleError as error:
                 raise with_text(error, f"{error}{largest_that_fits(call, kin)}") from None
-            self._load(model, traced, graph, placement)
+            self._load(traced, graph, placement)
             unsplit = Unsplit(model) if options.verify else None
             special = executable_of(
                 *(options, traced, graph, placement),
@@ -145,7 +145,7 @@ class Planner:
                 self._verify(unsplit, special, call)
             return special
 
-    def _load(self, model: nn.Module, traced: Traced, graph: OpGraph, placement: Placement) -> None:
+    def _load(self, traced: Traced, graph: OpGraph, placement: Placement) -> None:
         """Read weights to their devices; what the call does not use, where most memory is left."""
         if self.weights is None or not self.weights.pending:
             return
@@ -155,7 +155,7 @@ class Planner:
         rows = zip(cluster.devices, peaks, places, strict=True)
         room = [(device.memory_bytes - peak, place) for device, peak, place in rows]
         state = devices_of_state(traced.module, placement.devices)
-        self.weights.load(model, places_of(state, room))
+        self.weights.load(self.model, places_of(state, room))  # also for a part, or with a loss
 
     def _verify(self, unsplit: Unsplit, special: Executable, call: Call) -> None:
         if not special.own_loss:
