@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from placed import EXACT, again_at_random, assert_same_values, at_random, lazily
+from placed import (
+    EXACT,
+    again_at_random,
+    assert_same_values,
+    at_random,
+    lazily,
+    one_thread,
+    step,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -314,10 +322,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "backward inside": (lambda: Middle(going_back), r"backward\(\)"),
     "gradient of a layer inside": (GradientOfALayer, "cannot be traced"),
     "gradient by torch.func": (
-        lambda: Middle(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))),
-        "cannot be traced",
+        lambda: Middle(torch.func.grad(lambda x: x.sin().sum())),
+        "needs a gradient and is no parameter of the model",
     ),
-    "vmap": (lambda: Middle(torch.vmap(lambda row: row * row.sum())), "cannot be traced"),
+}
+
+MAPPED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": torch.vmap(lambda row: row * row.sum()),
+    "gradients": torch.vmap(torch.func.grad(lambda row: (row**3).sum() * row.exp().mean())),
+    "random numbers": torch.vmap(lambda row: row * torch.rand_like(row), randomness="different"),
 }
 
 
@@ -379,6 +392,18 @@ def test_what_a_trace_would_lose_is_refused_by_name(name: str) -> None:
     assert Sevenfold.apply(torch.ones(2, requires_grad=True)).requires_grad
     if name in ("saved tensors", "tensor hook", "gradient by torch.func"):
         baechi.trace(Middle(Sevenfold.apply), (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_what_vmap_does_is_traced(name: str) -> None:
+    model, x = seeded(lambda: Middle(MAPPED[name])), torch.randn(3, 4)
+    placed = at_random(copy.deepcopy(model), (x,))
+    with one_thread():
+        steps = []
+        for each in (model, placed):
+            torch.manual_seed(1)
+            steps.append(step(each, (x,), {}))
+    assert not steps[0].differs_from(steps[1])
 
 
 def test_hooks_on_all_modules_are_refused() -> None:

@@ -1,18 +1,22 @@
 """The ladder, and what a trace says of operators, storages and what autograd keeps."""
 
+import copy
 import dataclasses
 import gc
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from placed import at_random
 from steps import case
-from torch import nn
+from torch import Tensor, nn
 
 import baechi
+from baechi.tracing import ladder
 
 
 def trace_of(name: str) -> baechi.Traced:
@@ -380,3 +384,47 @@ def test_objects_are_returned_with_their_tensors() -> None:
     torch.testing.assert_close(actual["cache"].layer.key, expected["cache"].layer.key)
     torch.testing.assert_close(actual["y"], expected["y"])
     placed.unplace()
+
+
+class Counted(nn.Module):
+    """Reads a number of an argument, as graph networks do, or checks for finite numbers."""
+
+    def __init__(self, checks: bool) -> None:
+        super().__init__()
+        self.body, self.checks = nn.Linear(4, 4), checks
+
+    def forward(self, x: Tensor, group: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.checks:
+            return x if torch.isfinite(x).all() else x.clamp(-1, 1)
+        return x.new_zeros(int(group.max()) + 1, 4).index_add(0, group, x)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_later_trace_begins_where_an_earlier_one_ended(
+    checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    rungs = ladder.ladder
+
+    def noted(*args: Any) -> Any:
+        for rung, capture in rungs(*args):
+            yield rung, partial(_noted, tried, rung, capture)
+
+    monkeypatch.setattr(ladder, "ladder", noted)
+    placed = baechi.place(
+        Counted(checks), ["cpu:0", "cpu:1"], placer="round-robin", costs="estimate", progress=False
+    )
+    for n in (3, 5):
+        tried.clear()
+        x, group = torch.randn(n, 4), torch.arange(n)
+        assert torch.equal(placed(x, group), copy.deepcopy(placed)(x, group))
+        assert tried[-1] == placed.traced.rung
+        assert ({*tried} == {tried[-1]}) == (n > 3)
+        reasons = [attempt.reason for attempt in placed.traced.attempts]
+        assert len(reasons) > 1  # those of the first trace
+
+
+def _noted(tried: list[str], rung: str, capture: Any, *args: Any) -> Any:
+    tried.append(rung)
+    return capture(*args)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -46,13 +47,14 @@ class CallTraces:
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         places = self._places(call, kin)
-        kept, static = _beyond(model, call, kin)
+        trace = partial(ladder.trace, like=kin[0].traced if kin else None)
+        kept, static = _beyond(model, call, kin, trace)
         if kept is not None:
             return kept
         if not places or self._kind(model, call, kin) in self._given_up:
-            return static or ladder.trace(model, args, kwargs, may_ask=call.may_ask)
+            return static or trace(model, args, kwargs, may_ask=call.may_ask)
         try:
-            traced = ladder.trace(model, args, kwargs, places=places)
+            traced = trace(model, args, kwargs, places=places)
             family: Family | None = traced.module.family
             if family is None or not family.symbols:
                 reason = "forward or an operator fixes the sizes that changed, as range(size) does"
@@ -65,16 +67,16 @@ class CallTraces:
                     if each.family is None and each.module.gradients is traced.module.gradients
                 ]
                 if True not in same:
-                    static = static or ladder.trace(model, args, kwargs)
+                    static = static or trace(model, args, kwargs)
                     same.append(is_same(traced, static))
-                    traced = _of_earlier(model, call, kin, places, static) or traced
+                    traced = _of_earlier(model, call, kin, trace, static, places) or traced
                 if False not in same:
                     return traced
                 reason = "with symbols for sizes, it runs other operators"
         except TraceError as error:
             reason = str(error).splitlines()[1].strip()
         if static is None:  # a call that does not run at all ends here
-            static = ladder.trace(model, args, kwargs)
+            static = trace(model, args, kwargs)
         self._given_up[self._kind(model, call, kin)] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
         return static
@@ -117,7 +119,7 @@ class CallTraces:
 
 
 def _beyond(
-    model: nn.Module, call: Call, kin: Sequence[Executable]
+    model: nn.Module, call: Call, kin: Sequence[Executable], trace: Callable[..., Traced]
 ) -> tuple[Traced | None, Traced | None]:
     """A family whose guards fail, though it runs the same at these sizes; and the call's own trace.
 
@@ -128,7 +130,7 @@ def _beyond(
         if special.holds() and special.calls.may_take(call):
             if static is None:
                 args, kwargs = call.structure.fill(call.tensors)
-                static = ladder.trace(model, args, kwargs)
+                static = trace(model, args, kwargs)
             if special.calls.extend(static) and special.calls.joined(call) is not None:
                 return special.traced, static
     return None, static
@@ -138,8 +140,9 @@ def _of_earlier(
     model: nn.Module,
     call: Call,
     kin: Sequence[Executable],
-    places: frozenset[Place],
+    trace: Callable[..., Traced],
     static: Traced,
+    places: frozenset[Place],
 ) -> Traced | None:
     """The family of an earlier call that takes this one by its own trace, if its own takes none.
 
@@ -150,7 +153,7 @@ def _of_earlier(
         if special.family is None and special.holds() and differing(before, call):
             args, kwargs = before.structure.fill(before.tensors)
             with suppress(TraceError):
-                traced = ladder.trace(model, args, kwargs, places=places)
+                traced = trace(model, args, kwargs, places=places)
                 found = same_beyond(traced, static)
                 if found is not None and is_same(traced, special.traced):
                     traced.module.family.extend(found)

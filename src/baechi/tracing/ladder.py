@@ -187,6 +187,7 @@ def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
         yield
 
 
+_NUMBERS: Final = "numbers of the arguments"
 _TRUTHS: Final = "truth values of the example"
 
 
@@ -203,7 +204,7 @@ def ladder(
         opaque = partial(symbolic_trace, mode)
         yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
     numbers = partial(_non_strict, mode, EagerBranches(numbers=True), places=places)
-    yield f"{name}, numbers of the arguments", numbers
+    yield f"{name}, {_NUMBERS}", numbers
     branches = EagerBranches()
     name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
     yield name, values
@@ -218,6 +219,7 @@ def trace(
     *,
     places: frozenset[Place] = frozenset(),
     may_ask: bool = True,
+    like: Traced | None = None,
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
@@ -232,6 +234,7 @@ def trace(
         places: Sizes above 1, and ints, that are symbols in the trace (`families`); it is then of
             all calls that differ in these and fit its guards.
         may_ask: Whether forward may ask for values of the arguments, as in `Call`.
+        like: The trace of another call, whose rung is tried first if it asked for values.
 
     Raises:
         InputError: The arguments do not fit the model's signature.
@@ -255,24 +258,33 @@ def trace(
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         if places:
-            return _climb(model, call, mode, places)
+            return _climb(model, call, mode, places, like)
         # What shares memory and is only read is as good as apart, and then it is placed apart.
         apart = replace(call, tensors=_copied(call.tensors))
-        traced = _climb(model, apart, mode, places)
+        traced = _climb(model, apart, mode, places, like)
         facts, pairs = traced.module.facts, zip(apart.tensors, call.tensors, strict=True)
         nodes = traced.module.graph_module.graph.find_nodes(op="placeholder")
         copied = [n for n, (t, own) in zip(nodes, pairs, strict=True) if t is not own]
         written = {v.storage for node in copied for v in facts.nodes[node].values} & facts.written
-        return _climb(model, call, mode, places) if written else traced
+        return _climb(model, call, mode, places, like) if written else traced
 
 
 @no_collections()
-def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place]) -> Traced:
+def _climb(
+    model: nn.Module,
+    call: Call,
+    mode: GradientMode,
+    places: frozenset[Place],
+    like: Traced | None,
+) -> Traced:
     """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
-    attempts: list[Attempt] = []
+    late = next((kind for kind in (_NUMBERS, _TRUTHS) if like and kind in like.rung), "")
+    attempts = [row for row in (like.attempts if like and late else ()) if late not in row.rung]
     whole: Traced | None = None
     before = Attributes(model)
     for rung, capture in ladder(mode, places):
+        if late not in rung:
+            continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
         if (places or whole is not None) and _TRUTHS in rung and not asked:
             continue  # a run on real tensors would say nothing new
@@ -280,7 +292,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
-                if whole is not None and not captured.lasts:
+                if (late or whole is not None) and not captured.lasts:
                     break
                 ops, tensors, module = _lowered(model, call, captured, places, before)
                 module = replace(module, gradients=mode.observed, reads=reads)
@@ -298,6 +310,8 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[P
             attempts.append(Attempt(rung, _reason(error, model)))
     if whole is not None:
         return whole
+    if late:
+        return _climb(model, call, mode, places, None)
     meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
     if not (places or meta):
         _refuse_failing(model, call)
