@@ -310,7 +310,7 @@ def _climb(
             attempts.append(Attempt(rung, _reason(error, model)))
     if whole is not None:
         return whole
-    if late:
+    if late and not places:  # with symbols no more is possible than without
         return _climb(model, call, mode, places, None)
     meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
     if not (places or meta):
