@@ -292,7 +292,7 @@ def _climb(
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
-                if (late or whole is not None) and not captured.lasts:
+                if (whole is not None or (late and not places)) and not captured.lasts:
                     break
                 ops, tensors, module = _lowered(model, call, captured, places, before)
                 module = replace(module, gradients=mode.observed, reads=reads)
