@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import graphs, snapshots
 
 import baechi
-from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Tensor
+from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Tensor, Topology
 from baechi.scheduling.claims import Wish
 from baechi.scheduling.decision import Decision, explore
 from baechi.scheduling.migration import Move, migration, staying
@@ -107,6 +107,18 @@ def test_a_job_stays_on_equal_devices():
         )
     )
     assert staying(GRAPH, before, after, slow) == after
+
+
+def test_a_job_that_wants_one_node_does_not_stay_on_two():
+    devices = snapshot().site.base.devices
+    nodes = ("left", "left", "right", "right")
+    free = Snapshot(Site.of(Topology(devices, nodes, ("switch",) * 4, LINK, LINK)))
+    before = decision(free, ("d1", "d2"), (0, 1, 1, 1, 1, 0))
+    after = decision(free, ("d0", "d1"), (0, 1, 1, 1, 1, 0))
+    assert staying(GRAPH, before, after, free) == before
+    found = staying(GRAPH, before, after, free, Wish(same="node"))
+    assert found.devices == after.devices  # exchanged: of the two 407 bytes were on neither
+    assert migration(GRAPH, before, found, free).nbytes == 407
 
 
 @given(st.data())

@@ -106,7 +106,9 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
 _STAGES: Final = ("resource_time_0", "resource_time_1", "resource_time_2")
 
 
-def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
+def _simulators(divisor: int, urgency: int, text: str, path: Path) -> Iterator[_Entry]:
+    """Jobs with times in such parts of a second; a higher priority times `urgency` is urgent."""
+
     def read(row: _Row) -> Job:
         return Job(
             _name_in(row, "job_id"),
@@ -115,7 +117,7 @@ def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
             int(_number_in(row, "duration")) // divisor,
             row.get("model_name", ""),
             owner=row.get("owner", ""),
-            priority=_priority_in(row) * (1 if divisor == 1 else -1),
+            priority=_priority_in(row) * urgency,
             stages=tuple(_thousands_in(row, name) for name in _STAGES if row.get(name)),
             iteration=_thousands_in(row, "iteration_time") if row.get("iteration_time") else 0,
         )
@@ -261,8 +263,8 @@ def _share(thousandths: float) -> int:
 
 # For each format a function from a file's text to its entries.
 FORMATS: Final[dict[str, Callable[[str, Path], Iterator[_Entry]]]] = {
-    "tiresias": partial(_simulators, 1),
-    "muri": partial(_simulators, 1000),
+    "tiresias": partial(_simulators, 1, 1),
+    "muri": partial(_simulators, 1000, -1),
     "philly": _philly,
     "helios": _helios,
     "pai": _pai,

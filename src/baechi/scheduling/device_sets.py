@@ -215,7 +215,7 @@ def candidates(
     by_size: dict[int, list[Candidate]] = {
         1: [Candidate((at,), work[at], memory[at]) for at in islice(alone, _OFFERED)]
     }
-    for level in _levels(site, wish.same):
+    for level in levels(site, wish.same):
         for order in (ranked, roomy):
             offered: dict[int, list[Candidate]] = {}
             for members in _grouped(level, rooms, order):
@@ -241,7 +241,7 @@ def parts(site: Site, rooms: Sequence[Room], wish: Wish) -> list[tuple[int, ...]
     """
     limits = wish.constraints
     needed_of = _needs(rooms, limits)
-    level = _levels(site, wish.same)[-1]
+    level = levels(site, wish.same)[-1]
     found = [
         tuple(row)
         for row in _grouped(level, rooms, _usable(rooms, limits))
@@ -285,7 +285,7 @@ def _needs(
     return needed_of
 
 
-def _levels(site: Site, same: str) -> list[tuple[str, ...]]:
+def levels(site: Site, same: str) -> list[tuple[str, ...]]:
     """For every level the name of each device's part; the last may be all devices together."""
     base = site.base
     whole = ("",) * len(base.devices)

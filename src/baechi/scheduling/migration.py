@@ -9,7 +9,6 @@ that little moves.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -20,7 +19,7 @@ from baechi.problem.simulation import fits_memory, replay
 from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import WHOLE_MILLI, Room, Wish
 from baechi.scheduling.decision import Decision, decided, problem_of
-from baechi.scheduling.device_sets import resolved
+from baechi.scheduling.device_sets import levels, resolved
 from baechi.scheduling.snapshot import Snapshot
 from baechi.validation import check_count, check_row
 
@@ -81,15 +80,19 @@ def migration(
     O(ops).
     """
     lost = {*check_row(gone, "devices that are gone")}
-    sizes, homes, targets = _state(graph), _homes(graph, before), _homes(graph, after)
-    moving = {name: n for name, n in sizes.items() if n and homes[name] != targets[name]}
+    homes, targets = _homes(graph, before), _homes(graph, after)
+    moving = {
+        name: ((homes[name], targets[name]), nbytes)
+        for name, nbytes in _state(graph).items()
+        if nbytes and homes[name] != targets[name]
+    }
     pairs = Counter[tuple[str, str]]()
-    for name, nbytes in moving.items():
-        pairs[homes[name], targets[name]] += nbytes
+    for pair, nbytes in moving.values():
+        pairs[pair] += nbytes
     sent = dict(_sent(pairs, snapshot, lost))
     moves = tuple(
-        Move(name, homes[name] * ((homes[name], targets[name]) in sent), targets[name], nbytes)
-        for name, nbytes in moving.items()
+        Move(name, pair[0] if pair in sent else "", pair[1], nbytes)
+        for name, (pair, nbytes) in moving.items()
     )
     return Migration(moves, _time_ns(sent, snapshot.site.base.ports))
 
@@ -111,31 +114,34 @@ def staying(
         before: Where the job is.
         after: What was decided for it.
         snapshot: What is free without it: `ledger.snapshot().without(job)`.
-        wish: With the constraints of `after`.
+        wish: That of `after`.
     """
-    rooms = snapshot.rooms((wish or Wish()).share_milli)
-    wish = resolved(wish or Wish(), graph, snapshot.site, rooms)
+    wish = Wish() if wish is None else wish
+    rooms = snapshot.rooms(wish.share_milli)
+    wish = resolved(wish, graph, snapshot.site, rooms)
     rooms = tuple(room for room in rooms if room.device.name not in wish.constraints.excluded)
+    part_of = levels(snapshot.site, wish.same)[-1]  # the part that it may not leave
     best, most = after, _kept(graph, before, after)
     for names in (before.devices, after.devices):
         chosen = [room for room in rooms if room.device.name in names]
-        if len(chosen) != len(after.devices):
+        if len(chosen) != len(after.devices) or len({part_of[room.place] for room in chosen}) > 1:
             continue
-        problem, devices = (
-            problem_of(graph, snapshot, chosen, wish),
-            _given(graph, before, after, chosen),
-        )
-        with suppress(InputError):  # a constraint, or a path that is not there
-            if fits_memory(problem, replay(problem, devices, after.placement.order)):
-                moved = replace(after.placement, devices=devices)
-                other = decided(problem, moved, snapshot, chosen)
-                kept = _kept(graph, before, other)
-                if other.step_ns <= after.step_ns and kept > most:
-                    best, most = other, kept
+        problem = problem_of(graph, snapshot, chosen, wish)
+        devices = _matched(graph, before, after, chosen)
+        try:
+            timeline = replay(problem, devices, after.placement.order)
+        except InputError:  # a constraint, or a path that is not there
+            continue
+        if not fits_memory(problem, timeline):
+            continue
+        other = decided(problem, replace(after.placement, devices=devices), snapshot, chosen)
+        kept = _kept(graph, before, other)
+        if other.step_ns <= after.step_ns and kept > most:
+            best, most = other, kept
     return best
 
 
-def _given(
+def _matched(
     graph: OpGraph, before: Decision, after: Decision, rooms: Sequence[Room]
 ) -> tuple[int, ...]:
     """A room for every op, one for each device of `after`, with the most bytes where they were."""
@@ -169,6 +175,7 @@ def _homes(graph: OpGraph, decision: Decision) -> Mapping[str, str]:
 
 
 def _kept(graph: OpGraph, before: Decision, after: Decision) -> int:
+    """The bytes that stay where they are."""
     homes, targets = _homes(graph, before), _homes(graph, after)
     return sum(n for name, n in _state(graph).items() if homes[name] == targets[name])
 
@@ -194,11 +201,11 @@ def _sent(
 
 def _time_ns(sent: Mapping[tuple[str, str], int], ports: str) -> int:
     """Until the last of transfers ends, if no port ever waits."""
+    if ports == "none":
+        return max(sent.values(), default=0)
+    way_out, way_in = ("out", "in") if ports == "duplex" else ("", "")
     busy = Counter[tuple[str, str]]()
     for (source, target), ns in sent.items():
-        if ports == "none":
-            busy[source, target] = ns
-        else:
-            busy["out" * (ports == "duplex"), source] += ns
-            busy["in" * (ports == "duplex"), target] += ns
+        busy[source, way_out] += ns
+        busy[target, way_in] += ns
     return max(busy.values(), default=0)

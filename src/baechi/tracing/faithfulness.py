@@ -205,7 +205,8 @@ def _seeded(own: Any, *args: Any, **kwargs: Any) -> Any:
 def _attended(outside: Sequence[bool], own: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     """What `torch.nn.attention.sdpa_kernel` in forward chooses, which is about all threads."""
     inside, on_cpu = attention_kernels(), isinstance(query, torch.Tensor) and query.is_cpu
-    if inside == outside or (on_cpu and inside[0] == outside[0]):  # it has the first and the last
+    # A CPU has flash attention, which is the first, and plain products, the last.
+    if inside == outside or (on_cpu and inside[0] == outside[0]):
         return own(query, *args, **kwargs)
     if any(inside[:-1]) or isinstance(query, fx.Proxy):
         _refuse("torch.nn.attention.sdpa_kernel")
