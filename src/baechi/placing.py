@@ -22,6 +22,7 @@ from baechi.planning.options import Options
 from baechi.planning.planner import Planner
 from baechi.probing.cluster_probe import probe
 from baechi.probing.graph_launches import replayed
+from baechi.probing.link_probe import ReplayHost
 from baechi.probing.worker_costs import as_lanes
 from baechi.processes.agreement import compare_weights, refuse_for_ranks
 from baechi.processes.world import Ranks
@@ -169,13 +170,14 @@ def place(
     if placer == "auto" and guard and unmeasured and gpus and len(set(places)) == 1:
         placer = "single"  # what lanes of a GPU gain is left to measurement, which is not made then
     check_wish(cuda_graphs, places)
-    entry_ns = (0, 0)
+    replay = ReplayHost()
     if cuda_graphs is not False:
-        cluster, entry_ns = replayed(
+        cluster, replay = replayed(
             *(cluster, places),
             whole=cutting.n == 1,
             measured=not isinstance(devices, Cluster),
             training=training,
+            parameters=sum(1 for _ in model.parameters()),
         )
     dynamic = check_dynamic(dynamic) and cutting.n == 1 and world is None and dynamic
     say = _say if progress and (world is None or world.rank == 0) else lambda _: None
@@ -194,7 +196,7 @@ def place(
         guard=guard and placer == "auto" and objective == "step" and world is None,
         compile=compile,
         cuda_graphs=cuda_graphs,
-        entry_ns=entry_ns,
+        replay=replay,
         checkpoint=checkpoint,
         microbatches=cutting.n,
         objective=objective,

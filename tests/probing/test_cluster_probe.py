@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fake_cuda import driver_too_old
 import baechi
 from baechi import Link
 from baechi.probing import cluster_probe, link_probe
-from baechi.probing.cluster_probe import entry_ns
+from baechi.probing.cluster_probe import host_of_replays
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
     SIZES,
@@ -117,11 +118,15 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     assert 0 < link.overhead_ns < 100_000_000
     gpu = torch.device("cuda:0")
     assert 0 < graph_launch_ns(gpu) < 10_000_000
-    inference, step = (entry_ns(gpu, training=training) for training in (False, True))
-    assert all(0 <= ns < 100_000_000 for ns in (*inference, *step))
-    assert inference[1] == 0
+    inference, step, larger = (
+        astuple(host_of_replays(gpu, parameters, training=training))
+        for parameters, training in ((24, False), (24, True), (200, True))
+    )
+    assert all(0 <= ns < 1_000_000_000 for ns in (*inference, *step, *larger))
+    assert inference[1:] == (0, 0)
+    assert step[2] < larger[2]
     if "EMULATED_CUDA" not in os.environ:  # where nothing is queued, and no GPU waits
-        assert graph_launch_ns(gpu) < inference[0] < sum(step)
+        assert graph_launch_ns(gpu) < inference[0] < sum(step[:2])
 
 
 def test_without_names_there_is_always_a_device() -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 import baechi
 from baechi.probing.graph_launches import GRAPH_LAUNCH_NS, tape_costs, tape_links
+from baechi.probing.link_probe import ReplayHost
 from baechi.records.op_costs import OpCost
 
 
@@ -23,18 +24,28 @@ def test_lanes_of_one_gpu_hand_nothing_over_in_a_graph(names: list[str], overhea
         assert tape_links(cluster, places, 7).links[0][1].overhead_ns == 37
 
 
-def test_the_host_enters_a_forward_and_a_backward_once() -> None:
+def test_the_host_enters_a_forward_and_a_backward_once_and_ends_a_step() -> None:
     """So a step of graphs is no shorter than its calls, however short its operators are."""
     costs = tuple(OpCost(10, 20, forward_launch_ns=7, backward_launch_ns=9) for _ in range(3))
-    found = tape_costs(baechi.Profile("0", "", (*costs, OpCost(10, 0))), (300, 500))
+    profile = baechi.Profile("0", "", (OpCost(10, 0), *costs, OpCost(10, 0)))
+    found = tape_costs(profile, ReplayHost(300, 500, 900))
     launches = [(row.forward_launch_ns, row.backward_launch_ns) for row in found.costs]
-    assert launches == [(300, 0), (0, 0), (0, 500), (0, 0)]
+    assert launches == [(300, 0), (0, 900), (0, 0), (0, 500), (0, 0)]
     traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.ones(2, 4),))
-    profile = baechi.Profile(traced.digest, "", tuple(OpCost(10, 20) for _ in traced.ops))
+    costs = tuple(OpCost(10, 20 if op.differentiable else 0) for op in traced.ops)
+    profile = baechi.Profile(traced.digest, "", costs)
     device = baechi.Device("cuda:0", "1GiB", host="python", launches_ahead=True)
     cluster = baechi.Cluster((device,), ((None,),))
-    for training, entered_ns in ((False, 300_000), (True, 800_000)):
-        graph = traced.graph(tape_costs(profile, (300_000, 500_000)), training=training)
+    host = ReplayHost(300_000, 500_000, 70_000)
+    for training, host_ns in ((False, 300_000), (True, 870_000)):
+        graph = traced.graph(tape_costs(profile, host), training=training)
         placement = baechi.solve(graph, cluster, placer="single")
         step_ns = baechi.simulate(graph, cluster, placement).makespan_ns
-        assert entered_ns < step_ns < entered_ns + 1_000
+        assert host_ns < step_ns < host_ns + 1_000
+
+
+def test_the_host_of_other_numbers_of_parameters_is_on_a_line() -> None:
+    few, many = ReplayHost(100, 200, 50), ReplayHost(300, 200, 1_050)
+    assert few.towards(many, 0.0) == few
+    assert few.towards(many, 2.0) == ReplayHost(500, 200, 2_050)
+    assert few.towards(many, -0.25) == ReplayHost(50, 200, 0)

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 
 from baechi.checkpointing import Checkpoint
+from baechi.probing.link_probe import ReplayHost
 from baechi.processes.world import Ranks
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.op_costs import Profile
@@ -33,7 +34,7 @@ class Options:
     guard: bool
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
-    entry_ns: tuple[int, int]  # for how long a forward and a backward that are graphs wait
+    replay: ReplayHost  # the host's part in a step that is CUDA graphs
     checkpoint: Checkpoint
     microbatches: int
     objective: str

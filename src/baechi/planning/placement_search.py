@@ -40,7 +40,7 @@ def search(
     """
     profiles = with_crowded(options, costs_of(options, traced, batches), batches)
     if options.cuda_graphs:
-        profiles = [tape_costs(row, options.entry_ns) for row in profiles]
+        profiles = [tape_costs(row, options.replay) for row in profiles]
     here = partial(_search_here, options, traced, profiles, homes, batches, compared)
     return placement_for_all(options.ranks, here)
 

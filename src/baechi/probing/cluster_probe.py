@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final, final
 
 import torch
@@ -17,12 +17,13 @@ from baechi.probing.link_probe import (
     GOOD_ERROR,
     SIZES,
     LinkFit,
+    ReplayHost,
     copy_times_ns,
     first_broken_size,
     fit_link,
     handover,
     lane_ns,
-    replay_ns,
+    replay_host,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
@@ -45,6 +46,8 @@ _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
 _BLAS_LT_BYTES: Final = 2**20  # cuBLASLt's own, which torch 2.11 took beside each on an H200
+# Of the steps whose host is measured; that of another number is on the line through both.
+_PARAMETERS: Final = (24, 120)
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -162,42 +165,51 @@ def _links(
 def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Link:
     """A hand-over between two logical devices."""
 
-    def measured() -> tuple[int, int]:
+    def measured() -> Measured:
         link = handover(names)
-        return link.latency_ns, link.overhead_ns
+        return Measured(link.latency_ns, link.overhead_ns)
 
-    latency_ns, overhead_ns = _kept(
-        f"a hand-over from {names[0]} to {names[1]}", names, measured, anew=anew
-    )
-    return Link(latency_ns, FREE_BYTES_PER_S, overhead_ns)
+    what = f"a hand-over from {names[0]} to {names[1]}"
+    kept = _kept(what, names, measured, anew=anew)
+    return Link(kept.forward_ns, FREE_BYTES_PER_S, kept.backward_ns)
 
 
 @cache
-def entry_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
-    """For how long a GPU waits for the host in a forward and in its backward, each a CUDA graph."""
+def host_of_replays(gpu: torch.device, parameters: int, *, training: bool) -> ReplayHost:
+    """The host's part in a step of so many parameters that is CUDA graphs."""
     what = f"a replayed {'step' if training else 'inference'} on {gpu}"
-    measure = partial(replay_ns, gpu, training=training)
-    return _kept(what, (str(gpu),), measure, anew=False)
+
+    def of(n: int) -> ReplayHost:
+        def measured() -> Measured:
+            found = replay_host(gpu, n, training=training)
+            times = (found.forward_ns, found.backward_ns)
+            return Measured(*times, backward_launch_ns=found.gradients_ns)
+
+        kept = _kept(f"{what}, {n} parameters", (str(gpu),), measured, anew=False)
+        return ReplayHost(kept.forward_ns, kept.backward_ns, kept.backward_launch_ns)
+
+    few, many = _PARAMETERS
+    return of(few).towards(of(many), (parameters - few) / (many - few))
 
 
 def _kept(
-    what: str, names: Sequence[str], measure: Callable[[], tuple[int, int]], *, anew: bool
-) -> tuple[int, int]:
-    """Two times in the store of costs, measured for it if they are not there, or if `anew`."""
+    what: str, names: Sequence[str], measure: Callable[[], Measured], *, anew: bool
+) -> Measured:
+    """Times in the store of costs, measured for it if they are not there, or if `anew`."""
     conditions = Conditions(
         kind=", ".join(device_kind(torch_device(name)) for name in names),
         hardware=", ".join(hardware(torch_device(name)) for name in names),
         threads=1,
         torch=torch.__version__,
         settings=what,
-        method=2,  # changes with how it is measured
+        method=3,  # changes with how it is measured
     )
     with ProfileStore() as store:
         known = None if anew else store.find("link", conditions)
         if known is None:
-            known = Measured(*measure())
+            known = measure()
             store.keep("link", conditions, known)
-    return known.forward_ns, known.backward_ns
+    return known
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:

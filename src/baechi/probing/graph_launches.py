@@ -1,17 +1,19 @@
 """Launches of a step that is CUDA graphs: what a plan counts of them, measured where it can be.
 
-An operator in a graph takes no launch of its own. What is left is the launch of each graph, and the
-time for which a whole forward or backward waits for the host (docs/cost-model.md).
+An operator in a graph takes no launch of its own. What is left is the launch of each graph, the
+time for which a whole forward or backward waits for the host, and what that does with the gradients
+while the backward runs (docs/cost-model.md).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
 
-from baechi.probing.cluster_probe import entry_ns
-from baechi.probing.link_probe import graph_launch_ns
+from baechi.probing.cluster_probe import host_of_replays
+from baechi.probing.link_probe import ReplayHost, graph_launch_ns
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.op_costs import Profile
 from baechi.torch_support.torch_devices import is_allocator_native
@@ -28,8 +30,9 @@ def replayed(
     whole: bool,
     measured: bool,
     training: bool,
-) -> tuple[Cluster, tuple[int, int]]:
-    """The cluster of a step that is CUDA graphs; and for how long its ways wait for the host.
+    parameters: int,
+) -> tuple[Cluster, ReplayHost]:
+    """The cluster of a step that is CUDA graphs, and the host's part in that.
 
     Args:
         cluster: The devices, as they launch operators.
@@ -37,14 +40,13 @@ def replayed(
         whole: Whether all of a phase may be one graph.
         measured: Whether to measure on the GPU; else nothing waits.
         training: Whether there is a backward.
-
-    Returns:
-        The cluster, and the times of a forward and of a backward.
+        parameters: Number of the model's parameters.
     """
     gpus = [place for place in places if place.type == "cuda"][: int(measured)]
     found = tape_links(cluster, places, *map(graph_launch_ns, gpus), whole=whole)
     one = whole and set(places) == set(gpus) and is_allocator_native()
-    return found, entry_ns(*gpus, training=training) if one else (0, 0)
+    host = partial(host_of_replays, parameters=parameters, training=training)
+    return found, host(*gpus) if one else ReplayHost()
 
 
 def tape_links(
@@ -69,18 +71,18 @@ def tape_links(
     return replace(cluster, links=tuple(rows))
 
 
-def tape_costs(profile: Profile, entry_ns: tuple[int, int] = (0, 0)) -> Profile:
+def tape_costs(profile: Profile, host: ReplayHost) -> Profile:
     """The costs of operators in CUDA graphs, which take no launch of their own.
 
-    Args:
-        profile: The measured or computed costs.
-        entry_ns: For how long the first operator of a forward, and of its backward, waits for the
-            host.
+    The first of a forward, and of its backward, waits for the host. The last of the backward does,
+    too, until all gradients are with their parameters: so a step ends no earlier than the host.
     """
     costs = [replace(row, forward_launch_ns=0, backward_launch_ns=0) for row in profile.costs]
     if costs:
-        costs[0] = replace(costs[0], forward_launch_ns=entry_ns[0])
-    last = max((op for op, row in enumerate(costs) if row.backward_ns), default=None)
-    if last is not None:
-        costs[last] = replace(costs[last], backward_launch_ns=entry_ns[1])
+        costs[0] = replace(costs[0], forward_launch_ns=host.forward_ns)
+    differentiated = [op for op, row in enumerate(costs) if row.backward_ns]
+    ends = ((differentiated[:1], host.gradients_ns), (differentiated[-1:], host.backward_ns))
+    for ops, launch_ns in ends:
+        for op in ops:
+            costs[op] = replace(costs[op], backward_launch_ns=launch_ns)
     return replace(profile, costs=tuple(costs))

@@ -19,11 +19,11 @@ for a kernel of the other stream; and what a GPU receives takes the host as long
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, partial
 from itertools import combinations
 from statistics import median, quantiles
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
@@ -68,6 +68,27 @@ _ROWS: Final = 32
 _WIDTH: Final = 256
 _WARM_UP_STEPS: Final = 3
 _STEPS: Final = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplayHost:
+    """The host's part in a step that is CUDA graphs.
+
+    Attributes:
+        forward_ns: For how long the GPU waits for it in a forward.
+        backward_ns: The same in a backward.
+        gradients_ns: For how long it is busy with gradients, once the backward is launched.
+    """
+
+    forward_ns: int = 0
+    backward_ns: int = 0
+    gradients_ns: int = 0
+
+    def towards(self, other: "ReplayHost", share: float) -> "ReplayHost":
+        """On the line from these times to others, so far along it; none is below 0."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return ReplayHost(*(max(round(a + share * (b - a)), 0) for a, b in pairs))
 
 
 @final
@@ -214,10 +235,10 @@ def _median_ns(run: Callable[[], object], *places: torch.device) -> int:
 class _Chain(nn.Module):
     """Small linear operators one after the other."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, n: int) -> None:
         super().__init__()
         eye = torch.eye(width)  # drawn weights would change the caller's random state
-        self.weights = nn.ParameterList(nn.Parameter(eye.clone()) for _ in range(_OPS))
+        self.weights = nn.ParameterList(nn.Parameter(eye.clone()) for _ in range(n))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
@@ -234,38 +255,45 @@ def graph_launch_ns(gpu: torch.device) -> int:
     return reading.launch_ns
 
 
-def replay_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
-    """What a forward and its backward, a CUDA graph each, take beside the time of their kernels.
+def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> ReplayHost:
+    """The host's part in a small chain's step of so many parameters, a CUDA graph each way.
 
-    Both are those of a small chain, between events: on an idle GPU, where it waits for the host,
-    less behind a spin, in which the host has queued all. Without training there is no backward.
+    A GPU waits for as long as a way takes more, between events, on an idle GPU than behind a spin,
+    in which the host has queued all. Without training there is no backward.
     """
     alone = Cluster((Device(f"{gpu}/a", 2**62),), ((None,),))
     with torch.inference_mode(False), torch.enable_grad():
-        traced = _traced_chain(torch.zeros(_ROWS, _WIDTH, requires_grad=True))
+        example = torch.zeros(_ROWS, _WIDTH, requires_grad=True)
+        traced = _traced_chain(example, parameters)
         graph, placement = _placement(traced, 1)
         module = apply(traced, placement, graph=graph, cluster=alone, cuda_graphs=True)
-        x = torch.zeros(_ROWS, _WIDTH, device=gpu, requires_grad=training)
-        inputs, seed = [x, *module.parameters()], torch.zeros_like(x)
+        x = example.detach().to(gpu).requires_grad_(training)
+        seed = torch.zeros_like(x)
 
-    def took_ns(run: Callable[[], torch.Tensor], *, queued: bool) -> tuple[float, torch.Tensor]:
+    def took_ns(run: Callable[[], Any], *, queued: bool) -> tuple[float, int, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(gpu)
         if queued:
             spin(_QUEUING_CYCLES)
         begin.record(torch.cuda.current_stream(gpu))
+        begun = time.perf_counter_ns()
         made = run()
+        host_ns = time.perf_counter_ns() - begun
         end.record(torch.cuda.current_stream(gpu))
         end.synchronize()
-        return begin.elapsed_time(end) * 1e6, made
+        return begin.elapsed_time(end) * 1e6, host_ns, made
 
-    def step_ns(*, queued: bool) -> tuple[float, float]:
+    def step_ns(*, queued: bool) -> tuple[float, float, int]:
+        """Forward and backward between events, and the host's time in the backward."""
         with torch.inference_mode(False), torch.set_grad_enabled(training):
-            forward_ns, output = took_ns(lambda: module(x), queued=queued)
+            forward_ns, _, output = took_ns(lambda: module(x), queued=queued)
             if not training:
-                return forward_ns, 0.0
-            backward = partial(torch.autograd.grad, output, inputs, seed)
-            return forward_ns, took_ns(lambda: backward()[0], queued=queued)[0]
+                return forward_ns, 0.0, 0
+            for tensor in (x, *module.parameters()):
+                tensor.grad = None
+            backward = partial(torch.autograd.backward, output, seed)
+            backward_ns, host_ns, _ = took_ns(backward, queued=queued)
+            return forward_ns, backward_ns, host_ns
 
     try:
         for _ in range(WARM_UP + _WARM_UP_STEPS):
@@ -274,11 +302,10 @@ def replay_ns(gpu: torch.device, *, training: bool) -> tuple[int, int]:
         behind = [step_ns(queued=True) for _ in range(_STEPS // 2)]
     finally:
         module.unplace()
-    forward_ns, backward_ns = (
-        max(round(median(whole) - min(own)), 0)  # what is queued can only take longer
-        for whole, own in zip(zip(*idle, strict=True), zip(*behind, strict=True), strict=True)
-    )
-    return forward_ns, backward_ns
+    whole = [median(column) for column in zip(*idle, strict=True)]
+    own = [min(column) for column in zip(*behind, strict=True)]  # what is queued can only be longer
+    forward_ns, backward_ns = (max(round(whole[way] - own[way]), 0) for way in (0, 1))
+    return ReplayHost(forward_ns, backward_ns, max(round(whole[2]) - backward_ns, 0))
 
 
 def handover(names: Sequence[str] = ("cpu:0", "cpu:1")) -> Link:
@@ -312,9 +339,9 @@ def handover(names: Sequence[str] = ("cpu:0", "cpu:1")) -> Link:
     return Link(max(whole_ns - busy_ns, 0), FREE_BYTES_PER_S, busy_ns)
 
 
-def _traced_chain(x: torch.Tensor) -> Traced:
+def _traced_chain(x: torch.Tensor, n: int = _OPS) -> Traced:
     """The chain, traced by fx: its graph is the same on every rung, and this one needs no time."""
-    model = _Chain(x.shape[1])
+    model = _Chain(x.shape[1], n)
     call = canonical_call(model, (x,), {})
     with quiet():
         flat, returned = flat_model(model, call)

@@ -41,6 +41,7 @@ _ASKING: Final = (
     *("linalg_lu", "linalg_lu_factor_ex", "_lu_with_info", "linalg_cond"),
     *("linalg_inv_ex", "linalg_solve_ex", "_linalg_solve_ex", "_linalg_det", "linalg_det", "det"),
     *("_linalg_slogdet", "linalg_slogdet", "slogdet", "logdet"),  # by the same factorization
+    *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_matrix_exp", "matrix_exp"),
     *("cov", "corrcoef", "segment_reduce", "gaussian_nll_loss"),  # check what they are given
     *("ctc_loss", "_ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
 )
@@ -153,7 +154,8 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
     if name in _SIZED and node.kwargs.get("output_size") is None:
         return "takes its size from values"
     spectral = name == "linalg_matrix_norm" and (*node.args, None)[1] in ("nuc", 2, -2)
-    if name in _ASKING or spectral:
+    spread = name == "normal" and getattr(node.target, "_overloadname", "").endswith("_Tensor")
+    if name in _ASKING or spectral or spread:
         return "reads values on the host"
     if name in _SPACED and "Tensor" in getattr(node.target, "_overloadname", ""):
         return "takes its ends from values"
