@@ -20,9 +20,8 @@ from baechi.placers.searching import placer_of
 from baechi.placers.solving import OBJECTIVES
 from baechi.planning.options import Options
 from baechi.planning.planner import Planner
-from baechi.probing.cluster_probe import probe
+from baechi.probing.cluster_probe import ReplayHost, probe
 from baechi.probing.graph_launches import replayed
-from baechi.probing.link_probe import ReplayHost
 from baechi.probing.worker_costs import as_lanes
 from baechi.processes.agreement import compare_weights, refuse_for_ranks
 from baechi.processes.world import Ranks

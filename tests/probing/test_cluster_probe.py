@@ -14,7 +14,7 @@ from fake_cuda import driver_too_old
 import baechi
 from baechi import Link
 from baechi.probing import cluster_probe, link_probe
-from baechi.probing.cluster_probe import host_of_replays
+from baechi.probing.cluster_probe import replay_host
 from baechi.probing.link_probe import (
     FREE_BYTES_PER_S,
     SIZES,
@@ -119,8 +119,8 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     gpu = torch.device("cuda:0")
     assert 0 < graph_launch_ns(gpu) < 10_000_000
     inference, step, larger = (
-        astuple(host_of_replays(gpu, parameters, training=training))
-        for parameters, training in ((24, False), (24, True), (200, True))
+        astuple(replay_host(gpu, parameters, training=training))
+        for parameters, training in ((8, False), (8, True), (200, True))
     )
     assert all(0 <= ns < 1_000_000_000 for ns in (*inference, *step, *larger))
     assert inference[1:] == (0, 0)

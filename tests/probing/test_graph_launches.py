@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.probing.cluster_probe import ReplayHost
 from baechi.probing.graph_launches import GRAPH_LAUNCH_NS, tape_costs, tape_links
-from baechi.probing.link_probe import ReplayHost
 from baechi.records.op_costs import OpCost
 
 
@@ -42,10 +42,3 @@ def test_the_host_enters_a_forward_and_a_backward_once_and_ends_a_step() -> None
         placement = baechi.solve(graph, cluster, placer="single")
         step_ns = baechi.simulate(graph, cluster, placement).makespan_ns
         assert host_ns < step_ns < host_ns + 1_000
-
-
-def test_the_host_of_other_numbers_of_parameters_is_on_a_line() -> None:
-    few, many = ReplayHost(100, 200, 50), ReplayHost(300, 200, 1_050)
-    assert few.towards(many, 0.0) == few
-    assert few.towards(many, 2.0) == ReplayHost(500, 200, 2_050)
-    assert few.towards(many, -0.25) == ReplayHost(50, 200, 0)

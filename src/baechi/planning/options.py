@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from baechi.checkpointing import Checkpoint
-from baechi.probing.link_probe import ReplayHost
+from baechi.probing.cluster_probe import ReplayHost
 from baechi.processes.world import Ranks
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.op_costs import Profile

@@ -17,13 +17,12 @@ from baechi.probing.link_probe import (
     GOOD_ERROR,
     SIZES,
     LinkFit,
-    ReplayHost,
     copy_times_ns,
     first_broken_size,
     fit_link,
     handover,
     lane_ns,
-    replay_host,
+    replay_ns,
 )
 from baechi.records.cluster import HANDOVER_NS, HOST, Cluster, Device, Link
 from baechi.torch_support.torch_devices import (
@@ -46,10 +45,27 @@ _SEGMENT_BYTES: Final = 3 * 22 * 2**20
 # Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
 _BLAS_LT_BYTES: Final = 2**20  # cuBLASLt's own, which torch 2.11 took beside each on an H200
-# Of the steps whose host is measured; that of another number is on the line through both.
-_PARAMETERS: Final = (24, 120)
+# Parameters and rows of the steps whose host is measured: one of long kernels, whose waits are
+# seen, and one of many parameters. What others take is on the line through both.
+_REPLAYS: Final = ((8, 4096), (120, 32))
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplayHost:
+    """The host's part in a step that is CUDA graphs.
+
+    Attributes:
+        forward_ns: Until it has launched a forward.
+        backward_ns: From there until it has launched the backward.
+        gradients_ns: From there until every gradient is with its parameter.
+    """
+
+    forward_ns: int = 0
+    backward_ns: int = 0
+    gradients_ns: int = 0
 
 
 @final
@@ -175,21 +191,36 @@ def _handover(names: tuple[str, str] = ("cpu:0", "cpu:1"), *, anew: bool) -> Lin
 
 
 @cache
-def host_of_replays(gpu: torch.device, parameters: int, *, training: bool) -> ReplayHost:
+def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> ReplayHost:
     """The host's part in a step of so many parameters that is CUDA graphs."""
     what = f"a replayed {'step' if training else 'inference'} on {gpu}"
 
-    def of(n: int) -> ReplayHost:
+    def of(n: int, rows: int) -> Measured:
         def measured() -> Measured:
-            found = replay_host(gpu, n, training=training)
-            times = (found.forward_ns, found.backward_ns)
-            return Measured(*times, backward_launch_ns=found.gradients_ns)
+            ways = zip(*replay_ns(gpu, n, rows, training=training), strict=True)
+            (forward_ns, backward_ns), (forward_launch_ns, backward_launch_ns) = ways
+            return Measured(
+                *(forward_ns, backward_ns),
+                forward_launch_ns=forward_launch_ns,
+                backward_launch_ns=backward_launch_ns,
+            )
 
-        kept = _kept(f"{what}, {n} parameters", (str(gpu),), measured, anew=False)
-        return ReplayHost(kept.forward_ns, kept.backward_ns, kept.backward_launch_ns)
+        return _kept(f"{what}, {n} parameters", (str(gpu),), measured, anew=False)
 
-    few, many = _PARAMETERS
-    return of(few).towards(of(many), (parameters - few) / (many - few))
+    (few, rows), (many, least_rows) = _REPLAYS
+    long, wide = of(few, rows), of(many, least_rows)
+
+    def at(shorter_ns: int, longer_ns: int) -> int:
+        share = (parameters - few) / (many - few)
+        return max(round(shorter_ns + share * (longer_ns - shorter_ns)), 0)
+
+    forward_ns = at(long.forward_ns, wide.forward_ns)
+    if not training:
+        return ReplayHost(forward_ns)
+    rest_ns = max(at(long.forward_launch_ns, wide.forward_launch_ns) - forward_ns, 0)
+    whole_ns = at(long.backward_launch_ns, wide.backward_launch_ns)
+    gradients_ns = max(whole_ns - long.backward_ns, 0)
+    return ReplayHost(forward_ns, rest_ns + long.backward_ns, gradients_ns)
 
 
 def _kept(

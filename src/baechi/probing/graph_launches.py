@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from baechi.probing.cluster_probe import host_of_replays
-from baechi.probing.link_probe import ReplayHost, graph_launch_ns
+from baechi.probing.cluster_probe import ReplayHost, replay_host
+from baechi.probing.link_probe import graph_launch_ns
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.records.op_costs import Profile
 from baechi.torch_support.torch_devices import is_allocator_native
@@ -45,7 +45,7 @@ def replayed(
     gpus = [place for place in places if place.type == "cuda"][: int(measured)]
     found = tape_links(cluster, places, *map(graph_launch_ns, gpus), whole=whole)
     one = whole and set(places) == set(gpus) and is_allocator_native()
-    host = partial(host_of_replays, parameters=parameters, training=training)
+    host = partial(replay_host, parameters=parameters, training=training)
     return found, host(*gpus) if one else ReplayHost()
 
 

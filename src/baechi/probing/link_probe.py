@@ -19,7 +19,7 @@ for a kernel of the other stream; and what a GPU receives takes the host as long
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import combinations
 from statistics import median, quantiles
@@ -68,27 +68,6 @@ _ROWS: Final = 32
 _WIDTH: Final = 256
 _WARM_UP_STEPS: Final = 3
 _STEPS: Final = 16
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReplayHost:
-    """The host's part in a step that is CUDA graphs.
-
-    Attributes:
-        forward_ns: For how long the GPU waits for it in a forward.
-        backward_ns: The same in a backward.
-        gradients_ns: For how long it is busy with gradients, once the backward is launched.
-    """
-
-    forward_ns: int = 0
-    backward_ns: int = 0
-    gradients_ns: int = 0
-
-    def towards(self, other: "ReplayHost", share: float) -> "ReplayHost":
-        """On the line from these times to others, so far along it; none is below 0."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ReplayHost(*(max(round(a + share * (b - a)), 0) for a, b in pairs))
 
 
 @final
@@ -255,15 +234,20 @@ def graph_launch_ns(gpu: torch.device) -> int:
     return reading.launch_ns
 
 
-def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> ReplayHost:
-    """The host's part in a small chain's step of so many parameters, a CUDA graph each way.
+def replay_ns(
+    gpu: torch.device, parameters: int, rows: int, *, training: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The host's part in a chain's step of so many parameters, a CUDA graph each way.
 
-    A GPU waits for as long as a way takes more, between events, on an idle GPU than behind a spin,
-    in which the host has queued all. Without training there is no backward.
+    Returns:
+        For a forward, and for a backward, which is 0 without training: for how long the GPU waits,
+        and how long the call takes of the host. A GPU waits for as long as a call takes more,
+        between events, on an idle GPU than behind a spin, in which the host has queued all. That
+        is too long where kernels end before the call: more rows make them longer.
     """
     alone = Cluster((Device(f"{gpu}/a", 2**62),), ((None,),))
     with torch.inference_mode(False), torch.enable_grad():
-        example = torch.zeros(_ROWS, _WIDTH, requires_grad=True)
+        example = torch.zeros(rows, _WIDTH, requires_grad=True)
         traced = _traced_chain(example, parameters)
         graph, placement = _placement(traced, 1)
         module = apply(traced, placement, graph=graph, cluster=alone, cuda_graphs=True)
@@ -271,6 +255,7 @@ def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> Replay
         seed = torch.zeros_like(x)
 
     def took_ns(run: Callable[[], Any], *, queued: bool) -> tuple[float, int, Any]:
+        """A call's time between events, and of the host; and what it makes."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(gpu)
         if queued:
@@ -283,17 +268,16 @@ def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> Replay
         end.synchronize()
         return begin.elapsed_time(end) * 1e6, host_ns, made
 
-    def step_ns(*, queued: bool) -> tuple[float, float, int]:
-        """Forward and backward between events, and the host's time in the backward."""
+    def step_ns(*, queued: bool) -> tuple[float, int, float, int]:
         with torch.inference_mode(False), torch.set_grad_enabled(training):
-            forward_ns, _, output = took_ns(lambda: module(x), queued=queued)
+            forward_ns, forward_host_ns, output = took_ns(lambda: module(x), queued=queued)
             if not training:
-                return forward_ns, 0.0, 0
+                return forward_ns, forward_host_ns, 0.0, 0
             for tensor in (x, *module.parameters()):
                 tensor.grad = None
             backward = partial(torch.autograd.backward, output, seed)
-            backward_ns, host_ns, _ = took_ns(backward, queued=queued)
-            return forward_ns, backward_ns, host_ns
+            backward_ns, backward_host_ns, _ = took_ns(backward, queued=queued)
+            return forward_ns, forward_host_ns, backward_ns, backward_host_ns
 
     try:
         for _ in range(WARM_UP + _WARM_UP_STEPS):
@@ -304,8 +288,10 @@ def replay_host(gpu: torch.device, parameters: int, *, training: bool) -> Replay
         module.unplace()
     whole = [median(column) for column in zip(*idle, strict=True)]
     own = [min(column) for column in zip(*behind, strict=True)]  # what is queued can only be longer
-    forward_ns, backward_ns = (max(round(whole[way] - own[way]), 0) for way in (0, 1))
-    return ReplayHost(forward_ns, backward_ns, max(round(whole[2]) - backward_ns, 0))
+    forward, backward = (
+        (max(round(whole[way] - own[way]), 0), round(whole[way + 1])) for way in (0, 2)
+    )
+    return forward, backward
 
 
 def handover(names: Sequence[str] = ("cpu:0", "cpu:1")) -> Link:
