@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 from api_server import KilledError, Objects
+from seeds import seeds
 
 import baechi
 from baechi import InputError, Link, Op, OpGraph, Tensor, Topology
@@ -276,7 +277,7 @@ def test_a_pod_says_its_part_as_others_spell_it(
         operator_of(objects, ledger, account, spelling="mps")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_whatever_kills_the_operator_no_device_is_held_twice_and_none_leaks(
     account: Path, seed: int
 ) -> None:

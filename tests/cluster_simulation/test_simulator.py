@@ -223,7 +223,7 @@ def test_work_in_is_work_out(policy, watched, monkeypatch):
         st.sampled_from(SHARINGS),
         st.sampled_from(["best-fit", "consolidated", "baechi"]),
     )
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=10, deadline=None)
     def check(jobs, fleet, cost, sharing, scheme):
         arguments = (jobs, fleet, policy_named(policy), scheme_named(scheme))
         options = {"sharing": sharing_named(sharing, 3), "restart_cost": cost}
@@ -270,20 +270,18 @@ def check_result(result, jobs, fleet, policy, restart_cost):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(jobs=traces())
-def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs):
+@given(jobs=traces(), scheme=st.sampled_from(["count", "consolidated", "random"]))
+def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs, scheme):
     plain = [replace(job, memory_bytes=0, compute=WHOLE, limit=WHOLE, graph=None) for job in jobs]
-    for scheme in ("count", "consolidated", "random"):
-        result = simulate_cluster(
-            plain, Fleet.uniform(1, 2, 4), policy_named(policy), scheme_named(scheme)
-        )
-        assert not result.refused or scheme == "consolidated"
-        needed = sum(row.job.gpus * row.job.duration for row in result.outcomes)
-        figures = summary(result)
-        held = needed / (figures["makespan"] * result.gpus) if figures["makespan"] else None
-        assert figures["utilization"] == held
-        for row in result.outcomes:
-            assert row.completion_time == row.pending_time + row.job.duration
+    fleet = Fleet.uniform(1, 2, 4)
+    result = simulate_cluster(plain, fleet, policy_named(policy), scheme_named(scheme))
+    assert not result.refused or scheme == "consolidated"
+    needed = sum(row.job.gpus * row.job.duration for row in result.outcomes)
+    figures = summary(result)
+    held = needed / (figures["makespan"] * result.gpus) if figures["makespan"] else None
+    assert figures["utilization"] == held
+    for row in result.outcomes:
+        assert row.completion_time == row.pending_time + row.job.duration
 
 
 @given(
