@@ -291,7 +291,9 @@ def seeded_batches(
 
 
 @pytest.mark.parametrize(
-    ("steps", "again"), [(True, None), (False, None), (True, ["0", "1"])], ids=str
+    ("steps", "again"),
+    [pytest.param(True, None, marks=pytest.mark.slow), (False, None), (True, ["0", "1"])],
+    ids=str,
 )
 def test_micro_batches_share_what_compiles_once(steps: bool, again: Any) -> None:
     from torch._dynamo.backends.debugging import aot_eager

@@ -83,8 +83,9 @@ def loop(model: nn.Module, n: int, x: Tensor = X, t: Tensor = T) -> Tensor:
 
 @check
 def steps_are_the_loop(ranks: Ranks) -> None:
-    """Loss, gradients and buffers of three steps; placements in which every rank sends."""
-    for seed, n in ((0, 4), (1, 2), (2, 8), (3, 1)):
+    """Loss, gradients and buffers of two steps; placements in which every rank sends."""
+    cases = ((0, 4), (3, 1), (1, 2), (2, 8))
+    for seed, n in cases[:2] if ranks.size == 2 else cases:
         model, plain = twins()
         placed = place(model, ranks, seed, microbatches=n)
         for _ in range(2):
@@ -275,11 +276,10 @@ def a_checkpoint_is_that_of_the_whole_model(ranks: Ranks) -> None:
     _, reference = trained(plain, 2)
     checkpoint.save(state_of(*trained(placed, 2)), checkpoint_id=CHECKPOINT)
     train(plain, reference)
-    for seed in (0, 5):
-        other = place(changed(Tied()), ranks, seed, microbatches=2, example_args=(X,))
-        assert other.placement.devices != placed.placement.devices
-        train(*loaded_from(other))
-        same_state(other, plain)
+    other = place(changed(Tied()), ranks, 5, microbatches=2, example_args=(X,))
+    assert other.placement.devices != placed.placement.devices
+    train(*loaded_from(other))
+    same_state(other, plain)
     whole, optimizer = loaded_from(changed(Tied()), no_dist=True)
     train(whole, optimizer)
     assert same_state(whole, plain) == len(plain.state_dict())
