@@ -400,7 +400,11 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
     """
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
-    left = [vars(kind).get("forward") for kind in kinds]
+    held: dict[str, list[Any]] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            held.setdefault(name, []).append(value)
+    left = [*held["forward"]]
     seen: set[Any] = set()
     found: dict[ModuleType, dict[str, Any]] = {}
     cells: list[tuple[str, Any, dict[str, Any]]] = []
@@ -428,7 +432,7 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
             codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
             named = {name: vars(home)[name] for name in code.co_names if name in vars(home)}
             left += named.values()
-            left += [vars(kind).get(name) for name in code.co_names for kind in kinds]
+            left += [value for name in code.co_names for value in held.get(name, ())]
             values = {name: value for name, value in named.items() if not callable(value)}
             for row in dis.get_instructions(code) if values else ():
                 if row.opname == "LOAD_GLOBAL" and row.argval in values:

@@ -164,15 +164,21 @@ def draws_kept() -> Iterator[list[str]]:
     drew: list[str] = []
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     before, others = random.getstate(), numpy and numpy.get_state(legacy=False)
+    known = _leaves(others)
     try:
         yield drew
     finally:
         if random.getstate() != before:
             drew.append("the state of `random`")
             random.setstate(before)
-        if numpy and str(numpy.get_state(legacy=False)) != str(others):
+        if numpy and _leaves(numpy.get_state(legacy=False)) != known:
             drew.append("the state of `numpy.random`")
             numpy.set_state(others)
+
+
+def _leaves(state: Any) -> list[Any]:
+    """What a state of NumPy's generator has, arrays as bytes, so that two can be compared."""
+    return [row.tobytes() if hasattr(row, "tobytes") else row for row in pytree.tree_leaves(state)]
 
 
 def _state_of(module: nn.Module) -> set[int]:
@@ -300,8 +306,11 @@ def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:
 
 # How many lists, dicts and objects of a model are looked into.
 _MOST_HOLDERS: Final = 100_000
-# Packages whose own caches keep no tensor of a model.
-_NO_MODELS: Final = {"torch", "numpy", "sympy", "mpmath", "scipy", *sys.stdlib_module_names}
+# Packages whose own caches keep no tensor of a model. All else is looked into in every trace.
+_NO_MODELS: Final = {
+    *("baechi", "torch", "numpy", "sympy", "mpmath", "scipy", "networkx", "highspy", "rich"),
+    *sys.stdlib_module_names,
+}
 # What may hold a function with a cache in its `__wrapped__`, or as a function's closure.
 _WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
 
