@@ -154,7 +154,7 @@ def test_solving_a_graph_loads_no_torch() -> None:
     assert "torch" not in loaded
 
 
-def test_simulating_a_cluster_loads_no_torch() -> None:
+def test_simulating_a_cluster_and_the_scheduling_service_load_no_torch() -> None:
     loaded = loaded_after(
         "import pkgutil, baechi.scheduling, baechi.cluster_simulation\n"
         "from importlib import import_module\n"
@@ -167,14 +167,7 @@ def test_simulating_a_cluster_loads_no_torch() -> None:
         "from baechi.cluster_simulation.simulator import simulate_cluster\n"
         "fleet = Fleet.uniform(1, 1, 2)\n"
         "result = simulate_cluster([Job('a', 2, 0, 5)], fleet, policy_named('fifo'))\n"
-        "assert result.outcomes[0].end_time == 5"
-    )
-    assert "torch" not in loaded
-
-
-def test_the_scheduling_service_loads_no_torch() -> None:
-    loaded = loaded_after(
-        "import baechi\n"
+        "assert result.outcomes[0].end_time == 5\n"
         "from fastapi.testclient import TestClient\n"
         "from baechi.scheduling.client import Client\n"
         "from baechi.scheduling.ledger import Ledger\n"

@@ -3,14 +3,17 @@
 import collections
 import copy
 import functools
+import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from placed import EXACT, again_at_random, assert_same_values, lazily
 from torch import Tensor, nn
 
 import baechi
+from baechi.tracing.side_effects import draws_kept
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -241,3 +244,20 @@ def test_torch_still_copies_lists() -> None:
     settings = model.settings
     torch.export.export(model, (X,), strict=False)
     assert model.settings is not settings
+
+
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (lambda: None, []),
+        (random.random, ["the state of `random`"]),
+        (numpy.random.rand, ["the state of `numpy.random`"]),
+        (numpy.random.randn, ["the state of `numpy.random`"]),
+    ],
+)
+def test_draws_are_named_and_undone(draw: Callable[[], object], named: list[str]) -> None:
+    with draws_kept() as drew:
+        first = draw()
+    assert drew == named
+    with draws_kept():
+        assert draw() == first
