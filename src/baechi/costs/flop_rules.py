@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from baechi.records.device_kinds import Kernel
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import OpOverload
-from baechi.tracing.pytrees import tensors_in
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = Mapping[str, Any]
@@ -61,7 +60,7 @@ _WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "ra
 def kernel_of(func: OpOverload, args: _Args, kwargs: _Kwargs, result: Any) -> Kernel | None:
     """The work of one call of a kernel, on fake tensors too; `None` where nothing runs."""
     name = func.overloadpacket.__name__
-    given, produced = tensors_in((args, kwargs)), tensors_in(result)
+    given, produced = _tensors((*args, *kwargs.values())), _tensors((result,))
     if func.is_view or not produced or name.rstrip("_") in _NOTHING:
         return None
     writes = func._schema.is_mutable
@@ -76,6 +75,12 @@ def kernel_of(func: OpOverload, args: _Args, kwargs: _Kwargs, result: Any) -> Ke
     else:
         nbytes = _streamed_bytes(name, given, produced, writes)
     return Kernel(op_class, dtype, _flops(func, name, args, kwargs, result), nbytes)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of a kernel's arguments, which are values and lists of values alone."""
+    rows = (value if isinstance(value, list | tuple) else (value,) for value in values)
+    return [leaf for row in rows for leaf in row if isinstance(leaf, torch.Tensor)]
 
 
 def _class_of(name: str) -> str:
@@ -127,7 +132,7 @@ def _gathered_bytes(
 def _flops(func: OpOverload, name: str, args: _Args, kwargs: _Kwargs, result: Any) -> int:
     for word, formula in _FORMULAS:
         if word in name:
-            return formula(name, args, kwargs, tensors_in(result)[0])
+            return formula(name, args, kwargs, _tensors((result,))[0])
     counted: Any = flop_registry.get(func.overloadpacket)
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
@@ -168,7 +173,7 @@ def _pooling_flops(name: str, args: _Args, _: _Kwargs, first: torch.Tensor) -> i
     pooled = args[0] if shift else first
     window = args[shift + 1] if len(args) > shift + 1 else ()
     if "adaptive" in name or not isinstance(window, list | tuple) or not window:
-        return int(max(tensor.numel() for tensor in (*tensors_in(args), pooled)))
+        return int(max(tensor.numel() for tensor in (*_tensors(args), pooled)))
     sides = list(window) if len(window) > 1 else list(window) * (3 if "3d" in name else 2)
     return int(pooled.numel()) * math.prod(map(int, sides))
 
