@@ -7,6 +7,7 @@ before the first write, so that no other program's file changes. Threads and pro
 import os
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -65,6 +66,7 @@ class SqliteFile:
             self._database = sqlite3.connect(
                 name, timeout=PATIENCE, isolation_level=None, check_same_thread=False
             )
+        self._close = weakref.finalize(self, self._database.close)  # one that nobody closed, too
         deadline = time.monotonic() + PATIENCE
         try:
             while not self._opened(make, durable, deadline):
@@ -75,7 +77,7 @@ class SqliteFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self._close()
 
     def execute(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """The rows that a statement returns."""
