@@ -224,6 +224,83 @@ def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments(
     placed.unplace()
 
 
+class Strided(nn.Module):
+    """Pads as audio codecs do, by numbers in buffers, and cuts at a part of a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.conv = nn.Linear(12, 12), nn.Conv1d(4, 8, 5, stride=3)
+        self.kernel = nn.Buffer(torch.tensor(5), persistent=False)
+        self.stride = nn.Buffer(torch.tensor(3), persistent=False)
+        self.norm = nn.BatchNorm1d(8)  # whose buffer counts
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        frames = (x.shape[-1] - self.kernel) / self.stride + 1
+        missing = (frames.ceil().to(torch.int64) - 1) * self.stride + self.kernel - x.shape[-1]
+        x = self.norm(self.conv(nn.functional.pad(self.before(x), (0, missing))))
+        return x[..., : int(lengths[0] / 4)]
+
+
+def test_numbers_of_buffers_and_quotients_are_told() -> None:
+    torch.manual_seed(0)
+    model = Strided()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=True, placer=baechi.RandomPlacer(0))
+    plans = []
+    for length, stride in ((8, 3), (9, 3), (5, 3), (8, 3), (8, 4), (8, 3)):
+        x = torch.randn(2, 4, 12)
+        for each in (placed, unsplit):
+            each.stride.fill_(stride)  # what forward pads by; not the convolution's own
+        results = [each(x, torch.tensor([length])) for each in (placed, unsplit)]
+        assert torch.equal(*results)
+        for result in results:
+            result.square().sum().backward()
+        plans.append(len(placed._specializations))
+    assert placed.traced.rung == "torch.export (non-strict), numbers of the arguments"
+    assert plans == [1, 1, 2, 2, 3, 3]
+    assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, unsplit))))
+    assert torch.equal(model.norm.running_var, unsplit.norm.running_var)
+    placed.unplace()
+
+
+def test_a_quotient_that_a_gpu_may_round_otherwise_is_not_told() -> None:
+    """A GPU may multiply by 1 / 7, and 21 * (1 / 7) is more than 3."""
+
+    class Cut(nn.Module):
+        def forward(self, x: Tensor, length: Tensor) -> Tensor:
+            return x[: int((length / 7).ceil())].relu()
+
+    assert baechi.trace(Cut(), (torch.randn(9), torch.tensor(14))).module.returned
+    with pytest.raises(baechi.TraceError, match="a number is read from a tensor"):
+        baechi.trace(Cut(), (torch.randn(9), torch.tensor(21)))
+
+
+class Counting(nn.Module):
+    """Has another number in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.tensor(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)[:, : int(self.calls)]
+        self.calls += 1
+        return x
+
+
+def test_a_buffer_that_counts_is_not_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting())
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=False, placer=baechi.RandomPlacer(0))
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        with torch.no_grad():
+            assert torch.equal(placed(x), unsplit(x))
+    assert len(placed._specializations) == 1
+    placed.unplace()
+
+
 def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list[Tensor]:
     model.zero_grad()
     result = run(*example[1], **example[2])

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from types import CodeType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -34,6 +33,7 @@ from baechi.torch_support.torch_internals import (
     untraced,
     version_of,
 )
+from baechi.tracing.questions import Questions
 
 
 @final
@@ -68,21 +68,29 @@ class EagerBranches:
         return True
 
     @property
-    def questions(self) -> "Questions":
+    def questions(self) -> Questions:
         """What the last trace asked that depends on symbolic sizes or on arguments."""
         return self._known.questions.forget_unasked()
 
     @contextmanager
     def taken(
-        self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
+        self,
+        tensors: Sequence[torch.Tensor],
+        examples: Sequence[torch.Tensor],
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> Iterator[None]:
-        """Run the model's Python inside a tracer, whose arguments stand for those of an example."""
+        """Run the model's Python inside a tracer, whose arguments stand for those of an example.
+
+        So do its buffers, each in a pair with the model's own.
+        """
         self._last = None
         known = self._known = KnownValues(numbers=self._numbers)
         if self._all:
             yield
             return
         known.give(tensors, examples)
+        if self._numbers:
+            known.give_buffers(buffers)
         flag = _Flag()
         flag.branches, flag.thread = self, threading.get_ident()
 
@@ -120,6 +128,7 @@ class EagerBranches:
         ):
             try:
                 yield
+                known.refuse_counters()
             except refusals():  # of one inside, as in `torch.cond`: it reads all of this
                 self.nested = True
                 raise
@@ -189,117 +198,16 @@ _EXACT: Final = frozenset(
         *("expand", "expand_as", "unsqueeze", "view", "reshape", "repeat", "__getitem__", "to"),
     )
 )
+# Functions that round as IEEE 754 says, hence alike on every device.
+_ROUNDED: Final = frozenset(
+    (
+        *("add", "sub", "__rsub__", "mul", "neg", "ceil", "floor", "trunc", "round", "float"),
+        *("div", "true_divide"),
+    )
+)
+_SINGLE: Final = (torch.float32, torch.float64)
 _WORDS: Final = ("constant", "ij", "floor", "trunc")  # of `pad`, `meshgrid` and `div`
 _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of long sequences
-
-
-@final
-class Questions:
-    """What forward asked about values of symbolic sizes and of arguments, with the answers.
-
-    The functions on the way there are nodes of a graph, which runs anew for other values.
-    """
-
-    def __init__(self) -> None:
-        self._graph = fx.Graph()
-        self._sizes: dict[fx.Node, torch.SymInt] = {}
-        self._arguments: dict[fx.Node, int] = {}
-        self._constants: dict[fx.Node, torch.Tensor] = {}
-        self._answers: dict[fx.Node, Any] = {}
-        self._with_arguments: set[fx.Node] = set()  # that depend on arguments
-
-    def size(self, size: torch.SymInt) -> fx.Node:
-        """A symbolic size."""
-        node = self._graph.placeholder("size")
-        self._sizes[node] = size
-        return node
-
-    def argument(self, index: int) -> fx.Node:
-        """One of the tensors among the arguments of a call."""
-        node = self._graph.placeholder("argument")
-        self._arguments[node] = index
-        self._with_arguments.add(node)
-        return node
-
-    def made(self, func: Callable[..., Any], arguments: Any, writes: bool = False) -> fx.Node:
-        """The result of a function, which may write into what it gets."""
-
-        def held(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                node = self._graph.placeholder("constant")
-                self._constants[node] = leaf
-                leaf = node
-            if writes and isinstance(leaf, fx.Node) and leaf not in self._sizes:
-                return self.made(torch.clone, ((leaf,), {}))
-            return leaf
-
-        args, kwargs = fx.node.map_aggregate(arguments, held)
-        node = self._graph.call_function(func, args, kwargs)
-        if self._with_arguments & set(node.all_input_nodes):
-            self._with_arguments.add(node)
-        return node
-
-    def ask(self, node: fx.Node, answer: Any) -> None:
-        """Note a question and its answer."""
-        self._answers[node] = answer
-
-    def is_argument(self, node: fx.Node) -> bool:
-        """True if it is one of the tensors among the arguments of a call."""
-        return node in self._arguments
-
-    def needs_arguments(self, node: fx.Node | None = None) -> bool:
-        """True if it, or a question, depends on arguments, and not on their sizes alone."""
-        return node in self._with_arguments if node else bool(self._plans[True])
-
-    def forget_unasked(self) -> "Questions":
-        """These, without what no question depends on."""
-        for node in reversed(self._graph.nodes):
-            if not node.users and node not in self._answers:
-                self._graph.erase_node(node)
-                for row in (self._sizes, self._arguments, self._constants):
-                    row.pop(node, None)
-        return self
-
-    @property
-    def sizes(self) -> tuple[torch.SymInt, ...]:
-        """The symbolic sizes."""
-        return tuple(self._sizes.values())
-
-    @cached_property
-    def _plans(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What runs for the questions without and with arguments."""
-        plans = []
-        for kind in (False, True):
-            needed = {node for node in self._answers if (node in self._with_arguments) is kind}
-            for node in reversed(self._graph.nodes):
-                needed.update(node.all_input_nodes if node in needed else ())
-            plans.append([n for n in self._graph.nodes if n in needed and n.op != "placeholder"])
-        return plans[0], plans[1]
-
-    def hold(self, sizes: Sequence[int], tensors: Sequence[torch.Tensor] | None = None) -> bool:
-        """True if the answers are the same where sizes, and arguments, have these values.
-
-        Without arguments it is about the questions that depend on sizes alone, else the others.
-        """
-        plan = self._plans[tensors is not None]
-        if not plan:
-            return True
-        values: dict[Any, Any] = {**self._constants, **dict(zip(self._sizes, sizes, strict=True))}
-        if tensors is not None:
-            values.update({node: tensors[i].cpu() for node, i in self._arguments.items()})
-        try:
-            with untraced():
-                for node in plan:
-                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                    func: Any = node.target
-                    now = values[node] = func(*args, **kwargs)
-                    if node in self._answers:
-                        then = self._answers[node]
-                        if type(now) is not type(then) or now != then:
-                            return False
-        except (RuntimeError, IndexError, TypeError, ValueError):  # a slice of nothing, for one
-            return False
-        return True
 
 
 @final
@@ -312,6 +220,7 @@ class KnownValues(FunctionMode):
         # A value holds for as long as nothing writes into the tensor or a view of it.
         # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
+        self._buffers: list[tuple[torch.Tensor, int, fx.Node]] = []
         self.answered = False
         self.questions = Questions()
 
@@ -323,6 +232,22 @@ class KnownValues(FunctionMode):
                 with untraced():  # a copy: the trace is not to see the example itself
                     known = value.cpu().clone()
                 self._known[row] = (version_of(row), known, self.questions.argument(index))
+
+    def give_buffers(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Know the single integers among a model's buffers, such as strides and kernel sizes."""
+        for row, own in buffers:
+            if own.dtype is torch.int64 and not own.dim() and not own.is_meta:
+                with untraced():
+                    known = own.detach().cpu().clone()
+                self._known[row] = (version_of(row), known, self.questions.buffer(own, known))
+                self._buffers.append((row, *self._known[row][::2]))
+
+    def refuse_counters(self) -> None:
+        """Refuse that forward reads the number of a buffer that it changes for the next call."""
+        asked = self.questions.forget_unasked()
+        for row, version, node in self._buffers:
+            if version_of(row) != version and asked.is_argument(node):
+                raise TypeError("forward reads the number in a buffer that it writes")
 
     def answers(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's value is known; records that the caller relies on it.
@@ -358,11 +283,15 @@ class KnownValues(FunctionMode):
                 self.questions.ask(node, answer)
             return answer
         result = func(*args, **kwargs)
-        knowable = _is_exact if getattr(func, "__name__", "") in _EXACT else _is_knowable
+        name = getattr(func, "__name__", "")
+        knowable = _is_exact if name in _EXACT else _is_knowable
+        if self._numbers and name in _ROUNDED and not kwargs:
+            knowable = _is_single
+            func = _quotient if name in ("div", "true_divide") else func
         if known is not None and isinstance(result, torch.Tensor) and not _is_sized(result):
             return self._told(result, *self._computed(func, *known))
         if known is not None and any(map(knowable, _rows(result))):
-            with suppress(RuntimeError):  # of a copy, which may have other strides
+            with suppress(RuntimeError, ValueError):  # of a copy, which may have other strides
                 values, node = self._computed(func, *known)
                 several = isinstance(values, tuple | list)
                 for place, (row, value) in enumerate(
@@ -505,6 +434,21 @@ def _is_exact(result: Any) -> bool:
     if not isinstance(result, torch.Tensor) or result.is_complex():
         return False
     return _is_sized(result) and math.prod(map(hint, result.shape)) <= _MOST
+
+
+def _is_single(result: Any) -> bool:
+    """True if its numbers are integers, or floats that are not rounded twice."""
+    return _is_exact(result) and (_is_knowable(result) or result.dtype in _SINGLE)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """The quotient, if it is the same where a GPU multiplies by 1 / b, for b is a number."""
+    found = a / b
+    if not isinstance(b, torch.Tensor):
+        inverse = torch.ones((), dtype=found.dtype) / b
+        if not torch.equal(found, a * inverse):
+            raise ValueError("a quotient is not the same on every device")
+    return found
 
 
 def _is_sized(result: torch.Tensor) -> bool:

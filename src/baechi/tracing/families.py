@@ -22,8 +22,8 @@ from baechi.torch_support.symbolic_sizes import (
 )
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call, layout_of, shown
-from baechi.tracing.export_branches import Questions
 from baechi.tracing.pytrees import Structure
+from baechi.tracing.questions import Questions
 
 # (index of a tensor, dimension); or (-1, place among the constants) of an int.
 Place: TypeAlias = tuple[int, int]

@@ -4,7 +4,7 @@
     the same, export branches    where the branches of an eager run cannot be traced
     module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
                                  submodule that cannot be traced
-    torch.export, numbers        those that forward reads from integers among the arguments, too;
+    torch.export, numbers        those that forward reads from integers among arguments, buffers;
                                  tried before a submodule stays whole with most of the parameters
     torch.export, truth values   those of the example's tensors, each with a check; in the place of
                                  a part that stays whole if all say that numbers are finite
@@ -42,7 +42,7 @@ from baechi.tracing.alias_analysis import (
     quiet,
 )
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
-from baechi.tracing.export_branches import EagerBranches, Questions
+from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
@@ -58,6 +58,7 @@ from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.observers import in_turn, reads_noted, without_observers
 from baechi.tracing.pytrees import Structure
+from baechi.tracing.questions import Questions
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
@@ -90,7 +91,7 @@ def _non_strict(
     truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
-    outside = OutsideTensors()
+    outside, own = OutsideTensors(), dict(model.named_buffers())
     replayed = None if truth_values is None else TruthValues(truth_values)
     sets: list[str] = []
     modes: list[tuple[dict[str, Any], str, str]] = []
@@ -101,7 +102,9 @@ def _non_strict(
         with ExitStack() as stack:
             stack.enter_context(buffers_kept(model))
             stack.enter_context(replayed or nullcontext())  # for what nobody else answers
-            stack.enter_context(branches.taken(tensors, call.tensors if call.may_ask else ()))
+            given = [(tensor, own[name]) for name, tensor in model.named_buffers() if name in own]
+            examples = call.tensors if call.may_ask else ()
+            stack.enter_context(branches.taken(tensors, examples, given))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
             if not branches.nested:

@@ -20,7 +20,6 @@ from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.export_branches import Questions
 from baechi.tracing.families import Family
 from baechi.tracing.fx_nodes import (
     is_one_node,
@@ -32,6 +31,7 @@ from baechi.tracing.fx_nodes import (
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
+from baechi.tracing.questions import Questions
 
 
 @final
