@@ -184,7 +184,9 @@ _TRUTHS: Final = frozenset(
 _NUMBERS: Final = frozenset(
     (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist)
 )
-_SIZED: Final = frozenset(("view", "reshape", "expand", "split", "narrow", "zeros", "ones", "pad"))
+_SIZED: Final = frozenset(
+    ("view", "reshape", "expand", "split", "narrow", "zeros", "ones", "full", "pad")
+)
 _INDEXED: Final = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
@@ -283,6 +285,8 @@ class KnownValues(FunctionMode):
                 self.questions.ask(node, answer)
             return answer
         result = func(*args, **kwargs)
+        if func is torch.Tensor.__setitem__:
+            result, func = args[0], _with_item
         name = getattr(func, "__name__", "")
         knowable = _is_exact if name in _EXACT else _is_knowable
         if self._numbers and name in _ROUNDED and not kwargs:
@@ -434,6 +438,13 @@ def _is_exact(result: Any) -> bool:
     if not isinstance(result, torch.Tensor) or result.is_complex():
         return False
     return _is_sized(result) and math.prod(map(hint, result.shape)) <= _MOST
+
+
+def _with_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """The tensor after `tensor[index] = value`."""
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
 
 
 def _is_single(result: Any) -> bool:
