@@ -48,6 +48,19 @@ AUDIO: dict[str, Row] = {
         },
         lambda: {"input_values": torch.randn(2, 32, 16), "labels": torch.tensor([1, 3])},
     ),
+    "MimiModel": (
+        {
+            "num_filters": 4,
+            "upsampling_ratios": [4, 2],
+            "codebook_size": 16,
+            "codebook_dim": 8,
+            "num_quantizers": 4,
+            "upsample_groups": 4,
+            "vector_quantization_hidden_dimension": 8,
+            "sliding_window": 8,
+        },
+        _wave,
+    ),
     "EncodecModel": (
         {
             "num_filters": 4,

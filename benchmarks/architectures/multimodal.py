@@ -20,6 +20,10 @@ def _masked_pairs() -> dict[str, Any]:
     return {**_pairs(), "pixel_mask": torch.ones(2, 32, 32, dtype=torch.int64)}
 
 
+def _words(batch: int) -> torch.Tensor:
+    return tokens(batch, 8).clamp(max=79)
+
+
 def _image_first(count: int) -> torch.Tensor:
     """Tokens, the first `count` of which stand for an image."""
     return torch.cat([torch.full((2, count), 96), tokens(2, 8).clamp(max=90)], 1)
@@ -110,6 +114,11 @@ MULTIMODAL: dict[str, Row] = {
             "attention_mask": padding(4),
             **plain_images(),
         },
+        {"text_config": {"max_position_embeddings": 16}, "vision_config": {}},
+    ),
+    "Owlv2ForObjectDetection": (
+        {"projection_dim": 32},
+        lambda: {"input_ids": tokens(4, 16), "attention_mask": padding(4), **plain_images()},
         {"text_config": {"max_position_embeddings": 16}, "vision_config": {}},
     ),
     "ClapModel": (
@@ -224,6 +233,84 @@ MULTIMODAL: dict[str, Row] = {
                     "mrope_section": [1, 1, 2],
                 }
             },
+        },
+    ),
+    "Qwen2_5OmniThinkerForConditionalGeneration": (
+        {
+            "audio_token_index": 96,
+            "image_token_index": 95,
+            "video_token_index": 94,
+            "vision_start_token_id": 93,
+            "audio_start_token_id": 92,
+        },
+        lambda: {
+            "input_ids": torch.cat(
+                [torch.tensor([[5, 92, *[96] * 16, 91, 93, *[95] * 4, 89]]), _words(1)], 1
+            ),
+            "attention_mask": torch.ones(1, 33, dtype=torch.int64),
+            "input_features": torch.randn(1, 16, 64),
+            "feature_attention_mask": torch.ones(1, 64, dtype=torch.int64),
+            "pixel_values": torch.randn(16, 3 * 2 * 8 * 8),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "labels": tokens(1, 33),
+        },
+        {
+            "audio_config": {"num_mel_bins": 16, "output_dim": 32, "n_window": 8},
+            "vision_config": {
+                "depth": 2,
+                "out_hidden_size": 32,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            "text_config": {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [1, 1, 2],
+                }
+            },
+        },
+    ),
+    "Emu3ForConditionalGeneration": (
+        {
+            "vocabulary_map": {
+                **{"<image>": 96, "<|extra_200|>": 95},
+                **{f"<|visual token {i:06d}|>": 80 + i for i in range(8)},
+            },
+            "vq_config": {
+                "codebook_size": 8,
+                "base_channels": 32,
+                "channel_multiplier": [1, 2],
+                "num_res_blocks": 1,
+                "hidden_size": 64,
+            },
+        },
+        lambda: {
+            "input_ids": torch.cat([torch.full((2, 72), 96), _words(2)], 1),
+            "pixel_values": torch.randn(2, 3, 16, 16),
+            "image_sizes": torch.tensor([[16, 16], [16, 16]]),
+            "labels": tokens(2, 80),
+        },
+        {"text_config": {"max_position_embeddings": 96}},
+    ),
+    "JanusForConditionalGeneration": (
+        {
+            "image_token_id": 96,
+            "vq_config": {
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "latent_channels": 32,
+                "num_embeddings": 16,
+                "num_patches": 4,
+                "projection_dim": 32,
+                "image_token_embed_dim": 32,
+            },
+        },
+        lambda: {**plain_images(), "input_ids": _image_first(16), "labels": tokens(2, 24)},
+        {
+            "text_config": {"model_type": "llama"},
+            "vision_config": {"projection_dim": 32, "num_image_tokens": 16},
         },
     ),
     "VisionTextDualEncoderModel": (

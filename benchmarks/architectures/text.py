@@ -9,6 +9,7 @@ from benchmarks.architectures.small import (
     classified,
     masked_lm,
     padding,
+    plain_images,
     sequences,
     tokens,
     unmasked_lm,
@@ -31,6 +32,20 @@ ENCODERS: dict[str, Row] = {
     "ConvBertForMaskedLM": ({"head_ratio": 2}, masked_lm),
     "NystromformerForMaskedLM": ({"num_landmarks": 4, "segment_means_seq_len": 16}, unmasked_lm),
     "ModernBertForMaskedLM": ({}, masked_lm),
+    "EuroBertForMaskedLM": ({}, masked_lm),
+    "NomicBertForMaskedLM": ({}, masked_lm),
+    "MraForMaskedLM": ({}, masked_lm),
+    "FlaubertWithLMHeadModel": ({}, masked_lm),
+    "XLMWithLMHeadModel": ({}, masked_lm),
+    "TapasForQuestionAnswering": (
+        {"num_aggregation_labels": 4, "max_num_rows": 4, "max_num_columns": 4},
+        lambda: {
+            **masked_lm(),
+            "token_type_ids": torch.randint(0, 2, (2, 16, 7)),
+            "labels": torch.randint(0, 2, (2, 16)),
+            "aggregation_labels": torch.tensor([0, 1]),
+        },
+    ),
     "XLMRobertaForTokenClassification": (
         {"max_position_embeddings": 66, "num_labels": VOCABULARY},
         masked_lm,
@@ -211,6 +226,17 @@ DECODERS: dict[str, Row] = {
     ),
     "BioGptForCausalLM": ({}, masked_lm),
     "GemmaForSequenceClassification": ({}, classified),
+    "Llama4ForCausalLM": ({}, masked_lm),
+    "Qwen3_5ForCausalLM": ({}, masked_lm),
+    "MiniMaxForCausalLM": ({}, masked_lm),
+    "MiniMaxM2ForCausalLM": ({}, masked_lm),
+    "Lfm2ForCausalLM": ({}, masked_lm),
+    "GlmForCausalLM": ({}, masked_lm),
+    "Ernie4_5ForCausalLM": ({}, masked_lm),
+    "HunYuanMoEV1ForCausalLM": ({}, masked_lm),
+    "OlmoHybridForCausalLM": ({}, masked_lm),
+    "DogeForCausalLM": ({}, masked_lm),
+    "MixtralForCausalLM": ({}, masked_lm),
     "Qwen3NextForCausalLM": (
         {
             "num_experts": 4,
@@ -227,6 +253,7 @@ DECODERS: dict[str, Row] = {
 }
 
 _BART: dict[str, Any] = {"scale_embedding": True}
+_CROSS = {"is_decoder": True, "add_cross_attention": True}
 
 
 def _features() -> dict[str, Any]:
@@ -255,6 +282,17 @@ BOTH: dict[str, Row] = {
     "FSMTForConditionalGeneration": (
         {"langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
         lambda: {**sequences(), "decoder_input_ids": tokens(length=8)},
+    ),
+    "PegasusXForConditionalGeneration": ({}, sequences),
+    "EncoderDecoderModel": (
+        {"decoder_start_token_id": 1, "pad_token_id": 0},
+        sequences,
+        {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert", **_CROSS}},
+    ),
+    "VisionEncoderDecoderModel": (
+        {"decoder_start_token_id": 1, "pad_token_id": 0},
+        lambda: {**plain_images(), "labels": tokens(length=8)},
+        {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "bert", **_CROSS}},
     ),
     "WhisperForConditionalGeneration": ({"max_source_positions": 32}, _features),
     "Speech2TextForConditionalGeneration": (

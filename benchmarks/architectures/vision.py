@@ -28,6 +28,16 @@ _DETR = {
     "num_queries": 5,
     "backbone_config": _RESNET_BACKBONE,
 }
+_FOUR_LAYERS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "reshape_hidden_states": False,
+}
 _FOUR_STAGES = {
     "num_encoder_blocks": 4,
     "depths": [1, 1, 1, 1],
@@ -94,6 +104,8 @@ VISION: dict[str, Row] = {
     ),
     "DetrForObjectDetection": (_DETR, _masked_images),
     "ConditionalDetrForObjectDetection": (_DETR, _masked_images),
+    "DabDetrForObjectDetection": ({**_DETR, "activation_function": "prelu"}, _masked_images),
+    "TableTransformerForObjectDetection": (_DETR, _masked_images),
     "DeformableDetrForObjectDetection": (
         {
             **_DETR,
@@ -174,6 +186,86 @@ VISION: dict[str, Row] = {
         _large_images,
     ),
     "Dinov2ForImageClassification": ({}, images),
+    "Dinov2WithRegistersForImageClassification": ({}, images),
+    "DepthAnythingForDepthEstimation": (
+        {
+            "backbone_config": {**_FOUR_LAYERS, "model_type": "dinov2"},
+            "reassemble_hidden_size": 32,
+            "neck_hidden_sizes": [8, 8, 16, 16],
+            "fusion_hidden_size": 8,
+            "head_hidden_size": 8,
+        },
+        plain_images,
+    ),
+    "DepthProForDepthEstimation": (
+        {
+            "patch_size": 16,
+            "fusion_hidden_size": 16,
+            "intermediate_hook_ids": [1, 0],
+            "intermediate_feature_dims": [16, 16],
+            "scaled_images_ratios": [0.5, 1.0],
+            "scaled_images_overlap_ratios": [0.0, 0.5],
+            "scaled_images_feature_dims": [16, 16],
+            "merge_padding_value": 1,
+            "use_fov_model": True,
+            "num_fov_head_layers": 1,
+        },
+        plain_images,
+        {
+            f"{part}_model_config": {"model_type": "dinov2", "image_size": 16}
+            for part in ("image", "patch", "fov")
+        },
+    ),
+    "ZoeDepthForDepthEstimation": (
+        {
+            "backbone_config": {
+                **_FOUR_LAYERS,
+                "model_type": "beit",
+                "use_relative_position_bias": True,
+            },
+            "neck_hidden_sizes": [8, 8, 16, 16],
+            "fusion_hidden_size": 16,
+            "bottleneck_features": 16,
+            "num_relative_features": 8,
+            "bin_embedding_dim": 16,
+            "bin_configurations": [{"n_bins": 8, "min_depth": 0.001, "max_depth": 10.0}],
+            "num_attractors": [4, 2, 2, 1],
+        },
+        plain_images,
+    ),
+    "VitMatteForImageMatting": (
+        {
+            "hidden_size": 32,
+            "convstream_hidden_sizes": [8, 8, 8],
+            "fusion_hidden_sizes": [16, 8, 8, 8],
+            "backbone_config": {
+                "model_type": "vitdet",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_channels": 4,
+                "image_size": 64,
+                "out_features": ["stage2"],
+            },
+        },
+        lambda: {"pixel_values": torch.randn(2, 4, 64, 64)},
+    ),
+    "VitPoseForPoseEstimation": (
+        {
+            "backbone_config": {
+                "model_type": "vitpose_backbone",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": [32, 32],
+                "patch_size": [8, 8],
+                "out_features": ["stage2"],
+                "num_experts": 3,
+                "part_features": 8,
+            }
+        },
+        lambda: {**plain_images(), "dataset_index": torch.tensor([0, 2])},
+    ),
     "ViTMAEForPreTraining": (
         {"decoder_hidden_size": 16, "decoder_intermediate_size": 32},
         lambda: {**plain_images(), "noise": torch.rand(2, 16)},
