@@ -76,6 +76,50 @@ def test_the_gradients_of_casts_are_added_up_as_autocast_s_cache_has_them(
             module.unplace()
 
 
+class Block(nn.Module):
+    """A layer that comes back in a block under autocast; with `others`, outside of it, too."""
+
+    def __init__(self, cached: bool | None, *, others: bool = False) -> None:
+        super().__init__()
+        self.layer, self.cached, self.others = nn.Linear(16, 16), cached, others
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cached):
+            y = self.layer(self.layer(x).tanh())
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cached):
+            z = self.layer(self.layer(y.float().exp()).tanh()) if self.others else y.exp()
+        x = y.float() + z.float()
+        return self.layer(x) if self.others else x
+
+
+@pytest.mark.parametrize("cached", [None, True, False])
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_block_under_autocast_in_forward_has_the_cache_that_it_has_unsplit(
+    cached: bool | None, outside: bool
+) -> None:
+    """Casts that are not shared are added up as one where others read the weight (runtime.md)."""
+    torch.manual_seed(0)
+    model, x = Block(cached, others=outside if cached is None else cached), torch.randn(4, 16)
+    with placed.one_thread():
+        torch.set_autocast_cache_enabled(outside)
+        try:
+            traced = baechi.trace(model, (x,))
+            expected = placed.step(copy.deepcopy(model), (x,), {})
+        finally:
+            torch.set_autocast_cache_enabled(True)
+        for seed in range(3):
+            module = placed.again_at_random(traced, seed=seed, devices=3)
+            assert not expected.differs_from(placed.step(module, (x,), {})), seed
+            module.unplace()
+
+
+def test_torch_still_exports_autocast_without_its_cache() -> None:
+    """Else `workarounds.caches_told` can go."""
+    exported = torch.export.export(Block(None), (torch.randn(4, 16),), strict=False)
+    blocks = [n for n in exported.graph.nodes if str(n.target) == "wrap_with_autocast"]
+    assert [node.args[3] for node in blocks] == [False, False]
+
+
 def test_a_cast_is_shared_where_autocast_would_keep_it() -> None:
     """Where several operators that it casts for read an fp32 weight that is trained."""
 

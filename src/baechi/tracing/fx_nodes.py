@@ -18,7 +18,7 @@ would cast for itself. So the cast of a weight with several such readers is a no
 
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -290,9 +290,36 @@ def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype
     It caches casts of fp32 leaves that need a gradient and are no views
     (aten/src/ATen/autocast_mode.cpp, `cached_cast`). Code of which nothing is seen may cast, too.
     """
+    names = module.graph.find_nodes(op="get_attr") if dtypes else ()
+    _share_casts(module.graph, [(node, node) for node in names], dtypes)
+
+
+def casts_shared_in_blocks(module: fx.GraphModule) -> None:
+    """The same inside of each block of forward under autocast.
+
+    The block does without the cache: all threads have one, and any of them clears it.
+    """
+    for node in [node for node in module.graph.nodes if target_name(node) == "wrap_with_autocast"]:
+        kind, dtype, enabled, cached, name, *given = node.args
+        block = attrgetter(str(name.target))(module)
+        if enabled and cached:
+            rows = zip(block.graph.find_nodes(op="placeholder"), given, strict=True)
+            _share_casts(
+                block.graph, [row for row in rows if row[1].op == "get_attr"], [(kind, dtype)]
+            )
+            block.recompile()
+        node.update_arg(3, False)
+
+
+def _share_casts(
+    graph: fx.Graph,
+    rows: Iterable[tuple[fx.Node, fx.Node]],
+    dtypes: Sequence[tuple[str, torch.dtype]],
+) -> None:
+    """Of rows of (a node of the graph, the get_attr node of what it stands for)."""
     names: dict[int, list[fx.Node]] = {}  # of each weight
-    for node in module.graph.find_nodes(op="get_attr") if dtypes else ():
-        weight: Any = attrgetter(str(node.target))(module)
+    for node, source in rows:
+        weight: Any = attrgetter(str(source.target))(source.graph.owning_module)
         leaf = isinstance(weight, torch.Tensor) and weight.is_leaf and not weight._is_view()
         if leaf and weight.requires_grad and weight.dtype == torch.float32:
             names.setdefault(id(weight), []).append(node)
@@ -300,11 +327,11 @@ def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype
         readers = {reader for node in nodes for reader in node.users}
         seen = all(isinstance(r.target, OpOverload) or r.op == "output" for r in readers)
         for kind, dtype in dtypes if seen else ():
-            casting = [r for r in module.graph.nodes if r in readers and _casts(r, kind, dtype)]
+            casting = [r for r in graph.nodes if r in readers and _casts(r, kind, dtype)]
             if len(casting) > 1:
                 first = casting[0]
-                with module.graph.inserting_before(first):
-                    cast = module.graph.call_function(_ATEN.to.dtype, (nodes[0], dtype))
+                with graph.inserting_before(first):
+                    cast = graph.call_function(_ATEN.to.dtype, (nodes[0], dtype))
                 cast.meta = {key: first.meta[key] for key in first.meta.keys() - {"val"}}
                 for reader in casting:
                     for node in nodes:

@@ -47,6 +47,7 @@ from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, wa
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     casts_shared,
+    casts_shared_in_blocks,
     op_and_line,
     read_once,
     without_effectless,
@@ -68,7 +69,7 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
-from baechi.tracing.workarounds import RECURRENT, ctc_losses_known, lstms_in_one
+from baechi.tracing.workarounds import RECURRENT, caches_told, ctc_losses_known, lstms_in_one
 
 
 @final
@@ -292,7 +293,7 @@ def _climb(
         if (places or whole is not None) and _TRUTHS in rung and not asked:
             continue  # a run on real tensors would say nothing new
         try:
-            with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one():
+            with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
                 with reads_noted(model) as reads:
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:
@@ -439,6 +440,7 @@ def _lowered(
     module, family, returned = captured.module, None, captured.returned
     if call.autocast.cached:
         casts_shared(module, call.autocast.dtypes)
+    casts_shared_in_blocks(module)
     module = in_turn(read_once(module))
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):

@@ -20,6 +20,10 @@ LSTMs with symbols for sizes
     gradients and all in an export, though oneDNN runs these, too: it would fix the length.
     `test_torch_still_unrolls_lstms` fails when torch is mended.
 
+The cache of casts of blocks under autocast
+    A tracer turns it off, and `torch.autocast` in forward takes that for the state around it.
+    `test_torch_still_exports_autocast_without_its_cache` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -185,6 +189,25 @@ def lstms_in_one() -> Iterator[None]:
         patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled),
     ):
         yield
+
+
+def caches_told() -> AbstractContextManager[Any]:
+    """Let blocks under autocast have the cache that is on or off here, unless they say which."""
+    cached, own = torch.is_autocast_cache_enabled(), torch.autocast.__init__
+
+    @wraps(own)
+    def told(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if cache_enabled is None and export_mode() is not None:
+            cache_enabled = cached
+        own(self, device_type, dtype, enabled, cache_enabled)
+
+    return patch.object(torch.autocast, "__init__", told)
 
 
 def most_selected() -> AbstractContextManager[Any]:
