@@ -82,6 +82,22 @@ def frozen_with_a_hook(model: nn.Module) -> None:
     model(X).square().sum().backward()
 
 
+def frozen_meanwhile(model: nn.Module) -> None:
+    """Parameters that are frozen for a step, and for all of them, beside a graph from before."""
+    first = model(X)
+    for rows in ([model.get_parameter("b.weight")], [*model.parameters()]):
+        for parameter in rows:
+            parameter.requires_grad_(False)
+        output = model(X * 3)
+        if output.requires_grad:
+            output.square().sum().backward()
+        del output
+        for parameter in rows:
+            parameter.requires_grad_(True)
+        model(X / 3).square().sum().backward()
+    first.square().sum().backward()
+
+
 def emptied(model: nn.Module) -> None:
     """Gradients that are used and dropped as soon as they are there."""
 
@@ -96,7 +112,7 @@ def emptied(model: nn.Module) -> None:
         handle.remove()
 
 
-WAYS = (three_calls, kept, asked, only, frozen, frozen_with_a_hook, emptied)
+WAYS = (three_calls, kept, asked, only, frozen, frozen_with_a_hook, frozen_meanwhile, emptied)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
