@@ -140,3 +140,31 @@ def test_the_name_of_a_function_has_no_address() -> None:
         name = target_name(graph.call_function(function))
         assert "0x" not in name
         assert name.endswith(function.__name__)
+
+
+class Unread(nn.Module):
+    """Normalizations and an embedding whose results nobody reads, but which write state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch, self.table = nn.BatchNorm1d(4), nn.Embedding(5, 4, max_norm=0.1)
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        self.batch(x), self.instance(x), self.table(tokens)
+        return x * 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_nobody_reads_stays_if_it_writes_state(training: bool) -> None:
+    model, args = Unread().train(training), (torch.randn(3, 4, 5), torch.tensor([1, 2]))
+    own = copy.deepcopy(model)
+    own(*args)
+    traced = baechi.trace(model, args)
+    module = again_at_random(traced, seed=0, devices=2)
+    with torch.no_grad():
+        module(*args)
+    expected = own.state_dict()
+    assert not [n for n, t in module.state_dict().items() if not torch.equal(t, expected[n])]
+    assert any("batch_norm" in name for name in targets(traced)) == training
+    module.unplace()

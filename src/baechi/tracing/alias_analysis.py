@@ -36,7 +36,12 @@ from baechi.torch_support.torch_internals import (
     enable_python_dispatcher,
     version_of,
 )
-from baechi.tracing.fx_nodes import node_arguments, nodes_inside, schema_arguments
+from baechi.tracing.fx_nodes import (
+    node_arguments,
+    nodes_inside,
+    schema_arguments,
+    silently_written,
+)
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
@@ -118,8 +123,6 @@ class Facts:
 # A recurrent or attention kernel draws only where its dropout is positive and it is in training.
 _PROBABILITIES = ("p", "dropout", "dropout_p")
 _SWITCHES = ("train", "training")
-# Schemas that omit the writes of running statistics.
-_NORMALIZATIONS = ("batch_norm", "instance_norm")
 
 
 def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
@@ -450,12 +453,8 @@ class _Recorder(fx.Interpreter):
             if leaf.training:
                 for _, buffer in leaf.named_buffers():
                     yield self._stand_in(buffer)
-        elif any(name in str(n.target) for name in _NORMALIZATIONS):
-            arguments = node_arguments(n)
-            if arguments.get("training") or arguments.get("use_input_stats"):
-                for name in ("running_mean", "running_var"):
-                    if isinstance(arguments.get(name), fx.Node):
-                        yield self.env[arguments[name]]
+        for statistics in silently_written(n):
+            yield self.env[statistics]
 
 
 # A number; or whether it is a tensor alone, and of each tensor its offset and its device.

@@ -147,10 +147,25 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
         for node in reversed(part.graph.nodes):
             # What is not read fixes no sizes, as `mask.sum() == mask.numel()` would.
             known = str(node.target).startswith(_KNOWN)
-            if known and not node.users and not node.is_impure():
+            idle = not node.users and not node.is_impure() and not silently_written(node)
+            if known and idle:
                 part.graph.erase_node(node)
         part.recompile()
     return module
+
+
+# Schemas that omit the writes of running statistics.
+_NORMALIZATIONS: Final = ("batch_norm", "instance_norm")
+
+
+def silently_written(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a normalization writes without raising a version counter."""
+    if not any(name in str(node.target) for name in _NORMALIZATIONS):
+        return []
+    given = node_arguments(node)
+    moved = given.get("training") or given.get("use_input_stats")
+    rows = [given.get(name) for name in ("running_mean", "running_var") if moved]
+    return [row for row in rows if isinstance(row, fx.Node)]
 
 
 # Operators whose results lie in memory in the same way on every device.
