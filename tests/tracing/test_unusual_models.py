@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed import again_at_random, lazily, place_on, step
+from placed import again_at_random, at_random, lazily, place_on, step
 from torch import Tensor, nn
 
 import baechi
@@ -511,6 +511,37 @@ class Asking(nn.Module):
 def test_symbolic_tracing_refuses_by_name(ask: Callable[[Tensor], Any], said: str) -> None:
     with pytest.raises(baechi.TraceError, match=said):
         baechi.trace(Asking(ask), (X,))
+
+
+class Mean(nn.Module):
+    """Keeps a mean in a plain attribute, and reads it before or after that; fx runs `2 * mean`."""
+
+    def __init__(self, *, before: bool, factor: float) -> None:
+        super().__init__()
+        self.whole, self.mean = Whole(), torch.zeros(4)
+        self.before, self.factor = before, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.factor * self.mean if self.before else None
+        self.mean.lerp_(self.whole(x).detach().mean(0), 0.1)
+        if known is None:
+            known = self.factor * self.mean if self.factor != 1 else self.mean
+        return x + known
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_symbolic_tracing_refuses_to_freeze_what_forward_writes(before: bool) -> None:
+    with pytest.raises(baechi.TraceError, match=r"computes with .*mean, into which it writes"):
+        baechi.trace(Mean(before=before, factor=2), (X,))
+
+
+def test_symbolic_tracing_takes_what_forward_writes_as_it_is() -> None:
+    own, module = Mean(before=False, factor=1), Mean(before=False, factor=1)
+    module = at_random(module, (X,), devices=2)
+    for _ in range(2):
+        assert torch.equal(module(X), own(X))
+        assert torch.equal(module.mean, own.mean)
+    module.unplace()
 
 
 def test_what_symbolic_tracing_refuses_stays_whole_in_a_submodule() -> None:

@@ -24,6 +24,7 @@ from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
+from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
@@ -123,11 +124,12 @@ def symbolic_trace(
 def _symbolic_module(
     model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
 ) -> fx.GraphModule:
-    with watched(model, mode), _NothingLost(), _types_unasked(model):
+    lost = _NothingLost()
+    with watched(model, mode), lost, _types_unasked(model):
         graph = tracer.trace(flat)
     module = fx.GraphModule(flat, graph)
     facts = propagate(module, call.tensors)
-    _refuse_frozen(module, facts)
+    _refuse_frozen(module, facts, lost)
     refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
     return module
 
@@ -171,10 +173,15 @@ _MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward
 
 @final
 class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A check that nothing fx cannot see draws or writes, since a trace would freeze that."""
+    """A check that nothing fx cannot see draws or writes, since a trace would freeze that.
+
+    Attributes:
+        read: The memory of tensors of before, such as plain attributes, that forward computes with.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.read: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,6 +198,7 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise RuntimeError("forward writes into a tensor of before, which fx would lose")
         before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
         result = func(*args, **kwargs)
+        self.read |= {key: t for key, t in before.items() if key not in self._made}
         self._made |= {key: t for key, t in _storages(result).items() if key not in before}
         return result
 
@@ -199,9 +207,17 @@ def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
     return distinct_storages([t for t in tensors_in(value) if t.layout is torch.strided])
 
 
-def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all."""
+def _refuse_frozen(module: fx.GraphModule, facts: Facts, lost: _NothingLost) -> None:
+    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all.
+
+    So it computes once for all with a tensor of before, into which forward must not write.
+    """
     for node in module.graph.find_nodes(op="get_attr"):
+        known = _storages(attribute(module, str(node.target))).keys() & lost.read
+        if known and any(value.storage in facts.written for value in facts.nodes[node].values):
+            raise RuntimeError(
+                f"forward computes with {node.target}, into which it writes: fx would freeze it"
+            )
         if str(node.target).startswith(_MADE):
             if any(value.storage in facts.written for value in facts.nodes[node].values):
                 raise RuntimeError("forward writes into a tensor that it makes: fx would freeze it")
