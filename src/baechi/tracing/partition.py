@@ -47,10 +47,14 @@ class UnionFind:
 
 
 def living(graph: fx.Graph, facts: Facts) -> list[fx.Node]:
-    """The nodes that are read by others or the output, or that write, draw or look at a value."""
+    """The nodes that are read by others or the output, or that write, draw or look at a value.
+
+    So may submodules that stay whole, of which that is not known.
+    """
     alive: set[fx.Node] = set(graph.output_node().all_input_nodes)
     for node in reversed(graph.nodes):
-        if node in alive or node.op == "placeholder" or facts.nodes.get(node, NOTHING).acts:
+        stays = node in alive or node.op in ("placeholder", "call_module")
+        if stays or facts.nodes.get(node, NOTHING).acts:
             alive.update((node, *node.all_input_nodes))
     return [node for node in graph.nodes if node in alive]
 
