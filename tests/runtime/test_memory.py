@@ -96,6 +96,44 @@ def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> No
         assert said >= 0.97 * seen
 
 
+class Codes(torch.nn.Module):
+    """Layers whose results reach the loss as indices alone, so that no gradient comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+        self.embedding = torch.nn.Embedding(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.group_norm(layer(x), 4)
+            x *= torch.sigmoid(x)
+        made: torch.Tensor = self.embedding(x.argmax(-1))
+        return made
+
+
+@pytest.mark.parametrize("costs", ["estimate", "measure"])
+def test_what_autograd_saves_for_no_gradient_is_let_go_of(costs: str) -> None:
+    """Where their graph went on to the end of a tape, it held four times the prediction."""
+    model, x = Codes(), torch.randn(1_000, 32)
+    placed = baechi.place(
+        model,
+        ["cpu:0", "cpu:1"],
+        placer=baechi.RandomPlacer(3),
+        example_args=(x,),
+        costs=costs,
+        threads_per_device=1,
+        progress=False,
+    )
+    graph = placed._current.graph
+    placement = baechi.Placement(graph.digest, (0,) * len(graph.ops), tuple(range(len(graph.ops))))
+    alone = baechi.apply(placed.traced, placement, graph=graph, cluster=cluster_of(1))
+    for module in (placed, alone):
+        pairs = zip(module.schedule.peak_bytes, module.measure(1).peak_bytes, strict=True)
+        assert all(seen <= said <= 1.1 * seen for said, seen in pairs)
+    assert all(p.grad is None for p in model.layers.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "training"),
     [

@@ -245,7 +245,8 @@ def _ops(
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
             cost = costs[index]
             workspace = cost.workspace_bytes if training else _inference_workspace(cost)
-            if index in again:  # it frees now what autograd would save
+            dead = training and ops[index].differentiable and index not in traced.differentiated
+            if dead or index in again:  # it frees now what autograd would save
                 workspace += cost.saved_bytes
         elif row.phase == "recompute":
             workspace = workspace_bytes(traced, row.forward, costs)

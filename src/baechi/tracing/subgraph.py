@@ -47,6 +47,7 @@ def extract(
     leaves: Mapping[str, torch.nn.Module] | None = None,
     boxed: bool = False,
     again: bool = False,
+    dead: Set[fx.Node] = frozenset(),
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
 
@@ -65,6 +66,7 @@ def extract(
         boxed: Whether the function takes its inputs in a list.
         again: Whether it runs again, so that observers see no graph: it is not the one of the
             backward.
+        dead: Nodes whose results lead to no gradient: what autograd saved for them is let go of.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
@@ -97,6 +99,8 @@ def extract(
             if isinstance(node.target, Observer):
                 _detach(copy, node, set() if again else inside)
             _run_on(copy, device)
+            if node in dead:
+                copy_of[node, None] = graph.call_function(_without_graph, (copy,))
     graph.output((*(copy_of[node, None] for node in outputs), *left))
     called = opaque_leaves(module, nodes) if leaves is None else dict(leaves)
     return Extract(
@@ -106,6 +110,11 @@ def extract(
         outputs=tuple(outputs),
         exits=tuple((node, position) for node, position, _ in exits),
     )
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which needs a gradient or not as before: operators choose their kernels by it."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _detach(observer: fx.Node, original: fx.Node, inside: Set[fx.Node]) -> None:

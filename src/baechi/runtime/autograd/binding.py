@@ -8,6 +8,7 @@ slots. `gradient_plan` does the same for what goes backward.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, final
 
 import torch
@@ -205,7 +206,31 @@ class _Binder:
             device=self._places[self._layout.device(tape)],
             boxed=boxed,
             again=self._program.tapes[tape].again >= 0,
+            dead=self._dead if boxed else frozenset(),  # a compiler has no use for it
         )
+
+    @cached_property
+    def _dead(self) -> frozenset[fx.Node]:
+        """The ends of operators that no backward reaches, though autograd records them."""
+        structure, facts = self._layout.structure, self._module.facts
+        backwards = (op for op in structure.ops if op.phase == "backward")
+        reached = {own for op in backwards for own in op.forward}
+        nodes = [node for node in self._module.graph_module.graph.nodes if node in facts.nodes]
+        last = {key: i for i, node in enumerate(nodes) for key in facts.nodes[node].writes}
+        dead = set()
+        for index, node in enumerate(nodes if reached else ()):
+            row, op = facts.nodes[node], self._layout.op_of.get(node)
+            if op is None or op in reached or node.op in ("placeholder", "get_attr"):
+                continue
+            bare = (
+                len(row.values) == 1 and row.structure is not None and row.structure.spec.is_leaf()
+            )
+            if not bare or not any(v.requires_grad for v in row.values) or node in self._returned:
+                continue
+            leaves = any(self._layout.op_of[user] != op for user in self._layout.users(node))
+            if leaves and last.get(row.values[0].storage, -1) <= index:  # a leaf is not written
+                dead.add(node)
+        return frozenset(dead)
 
     def _leaves(self, node: fx.Node, tape: int) -> bool:
         """True if another tape, or the caller, reads the node's value."""
