@@ -524,6 +524,7 @@ class Unusual(nn.Module):
                 x[:, :, None] * x[:, None] + 9 * torch.eye(4), x[:, :, None], upper=False
             ),
             "selection": lambda: x.masked_select(x > 0).tanh(),
+            "index": lambda: x[x > 0].tanh() + 1,
             "patches": lambda: nn.functional.unfold(x[:, None, None].expand(-1, 2, 3, 4), 2),
             "recurrent": lambda: self.recurrent(x[:, None].expand(-1, 3, 4))[0],
             "cell": lambda: self.cell(x),
@@ -544,6 +545,7 @@ NEWER = pytest.mark.skipif(
 PARTS: list[Any] = [
     ["truth value"],
     ["selection"],
+    ["index"],
     ["distribution", "image", "images of a size", "inner graph", "length"],
     ["one head", "baddbmm", "scatter", "triangular", "patches"],
     ["recurrent", "cell", "long cell", "steps"],
@@ -563,6 +565,46 @@ def test_unusual_operators_have_families(parts: list[str]) -> None:
         x = torch.randn(n, 4)
         check_equal(step(module, x), step(unsplit, x))
     assert n_plans(module) == 1
+    module.unplace()
+
+
+class Inserted(nn.Module):
+    """Puts features where tokens are 9, and checks how many there are, as transformers does."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.embed, self.features = nn.Embedding(10, 4), nn.Linear(3, 4)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 10)
+
+    def forward(self, tokens: torch.Tensor, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, features = self.embed(tokens), self.features(given)
+        mask = (tokens == 9).unsqueeze(-1).expand_as(x)
+        if self.by == "number":
+            torch._check(x[mask].numel() == features.numel(), lambda: "they do not match")
+        else:
+            n = mask.sum()
+            torch._check_tensor_all_with(ValueError, n == features.numel(), lambda: "no match")
+        x = x.masked_scatter(mask, features)
+        return {"x": self.head(torch.tanh(self.body(x)))}
+
+
+@pytest.mark.parametrize("by", ["number", "tensor"])
+def test_checks_of_values_stay_in_families(by: str) -> None:
+    torch.manual_seed(0)
+    unsplit = Inserted(by)
+    module = lazily(copy.deepcopy(unsplit), placer="round-robin")
+    for length, n in ((5, 4), (7, 4), (6, 6)):
+        tokens = torch.arange(2 * length).view(2, length) % 9
+        tokens[:, : n // 2] = 9
+        given = torch.randn(n, 3)
+        check_equal(step(module, tokens, given), step(unsplit, tokens, given))
+    assert n_plans(module) == 1
+    for wrong in (torch.cat([given, given]), given[:2]):
+        with pytest.raises((RuntimeError, ValueError), match="match"):
+            unsplit(tokens, wrong)
+        with pytest.raises(baechi.BaechiError, match=r"a check of the model fails|masked_scatter"):
+            module(tokens, wrong)
     module.unplace()
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.torch_support.torch_internals import APPLY_IS_NATIVE
+from baechi.tracing.truth_values import CHECK
 from baechi.tracing.workarounds import compact, lstms_in_one
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -193,6 +194,22 @@ def test_torch_still_fixes_the_sizes_of_images() -> None:
         assert isinstance(image.shape[0], torch.SymInt)
         resize = torch.ops.aten.upsample_bilinear2d.vec
         assert type(resize(image, [3, 3], False, None).shape[0]) is int
+
+
+class Checked(nn.Module):
+    """Returns its argument, unless it is negative somewhere."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x[x >= 0].numel() == x.numel())
+        return x.exp()
+
+
+def test_torch_still_takes_checks_for_facts() -> None:
+    """If this fails, torch is mended: `workarounds.checks_kept` may go."""
+    graph = torch.export.export(Checked(), (X,), strict=False).module().graph
+    targets = [str(node.target) for node in graph.nodes]
+    assert "aten._assert_scalar.default" in targets
+    assert not any(target.startswith(CHECK) for target in targets)
 
 
 def test_torch_still_unrolls_lstms() -> None:

@@ -35,15 +35,21 @@ def hint(size: Any) -> Any:
 
 def is_backed(size: Any) -> bool:
     """True if it is a size, symbolic or not, that the shapes of the inputs determine."""
-    if type(size) is int:
-        return True
-    if not isinstance(size, torch.SymInt):
-        return False
+    return type(size) is int or (isinstance(size, torch.SymInt) and not is_unbacked(size))
+
+
+def is_unbacked(size: Any) -> bool:
+    """True if it depends on values of tensors."""
     try:
         hint(size)
     except ValueError:
-        return False
-    return True
+        return True
+    return False
+
+
+def is_equality(condition: torch.SymBool) -> bool:
+    """True if a condition says that two sizes are equal."""
+    return isinstance(condition.node.expr, sympy.Eq)
 
 
 def compiled(symbols: Sequence[Any], terms: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:

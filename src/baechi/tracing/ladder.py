@@ -69,7 +69,13 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
-from baechi.tracing.workarounds import RECURRENT, caches_told, ctc_losses_known, lstms_in_one
+from baechi.tracing.workarounds import (
+    RECURRENT,
+    caches_told,
+    checks_kept,
+    ctc_losses_known,
+    lstms_in_one,
+)
 
 
 @final
@@ -131,6 +137,7 @@ def _non_strict(
         watched(model, mode) as functions,
         closing(outside),
         frugal_export(),
+        checks_kept(),
         containers_kept(model),
     ):
         shapes = dynamic_shapes(call, places) if places else None

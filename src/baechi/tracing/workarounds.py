@@ -24,6 +24,11 @@ The cache of casts of blocks under autocast
     A tracer turns it off, and `torch.autocast` in forward takes that for the state around it.
     `test_torch_still_exports_autocast_without_its_cache` fails when torch is mended.
 
+Checks of values by `torch._check*`, as of `x[mask].numel()`
+    An export takes an equality for a fact, by which it knows the outcome, or fails where sizes are
+    symbols. So each is recorded as the check of a tensor.
+    `test_torch_still_takes_checks_for_facts` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -50,6 +55,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from baechi.torch_support.symbolic_sizes import is_equality, is_unbacked
 from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
@@ -210,9 +216,63 @@ def caches_told() -> AbstractContextManager[Any]:
     return patch.object(torch.autocast, "__init__", told)
 
 
+@contextmanager
+def checks_kept() -> Iterator[None]:
+    """Let an export keep what the model checks of values by `torch._check*`.
+
+    An equality of a number of values is then no fact in the trace.
+    """
+    of_numbers: Any = torch._check_with
+    of_tensors: Any = torch._check_tensor_all_with
+
+    def is_the_models(condition: Any) -> bool:
+        mode = export_mode()  # what kernels check by themselves is not recorded
+        return mode is not None and isinstance(mode.tracer.unwrap_proxy(condition), fx.Proxy)
+
+    def check_with(error: type[Exception], condition: Any, message: Any = None) -> None:
+        if is_unbacked(condition) and is_the_models(condition):
+            _assert(torch.scalar_tensor(condition, dtype=torch.bool))
+            if is_equality(condition):
+                return
+        of_numbers(error, condition, message)
+
+    def check_tensor(error: type[Exception], condition: Any, message: Any = None) -> None:
+        traced = isinstance(condition, torch.Tensor) and is_the_models(condition)
+        if traced and condition.dtype == torch.bool:
+            _assert(condition.all())
+        else:
+            of_tensors(error, condition, message)
+
+    with (
+        patch.object(torch, "_check_with", check_with),
+        patch.object(torch, "_check_tensor_all_with", check_tensor),
+    ):
+        yield
+
+
+def _assert(truth: torch.Tensor) -> None:
+    torch._assert_async(truth, "a check of the model fails")
+
+
 def most_selected() -> AbstractContextManager[Any]:
-    """Let fake tensors run `masked_select`: its result is as large as it may be."""
-    return patch.dict(fake_kernels, {torch.ops.aten.masked_select.default: _all_selected})
+    """Let fake tensors run `masked_select`: its result is as large as it may be.
+
+    So is that of an index by one mask of all dimensions.
+    """
+    aten = torch.ops.aten
+    kernels = {aten.masked_select.default: _all_selected, aten.index.Tensor: _indexed}
+    return patch.dict(fake_kernels, kernels)
+
+
+_INDEX: Final = fake_kernels[torch.ops.aten.index.Tensor]
+
+
+def _indexed(mode: Any, func: Any, values: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    (mask, *others) = indices
+    if others or mask is None or mask.dtype != torch.bool or mask.dim() != values.dim():
+        found: torch.Tensor = _INDEX(mode, func, values, indices)
+        return found
+    return _all_selected(mode, func, values, mask)
 
 
 def _all_selected(_mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
