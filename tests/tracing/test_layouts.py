@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.head(x.to(memory_format=torch.channels_last)).relu_()
-        return y.permute(0, 2, 3, 1).contiguous().view(x.shape[0], -1, 3)
+        return y.permute(0, 2, 3, 1).contiguous().view(x.shape[0], -1, 3).sigmoid()
 
 
 class Written(nn.Module):
@@ -116,6 +117,93 @@ def test_a_view_that_is_written_to_stays_one() -> None:
     assert targets(traced).count(_ATEN.view.default) == 1
     assert targets(traced).count(_ATEN.reshape.default) == 1
     assert torch.equal(traced.module.graph_module(x)[0], model(x))
+
+
+def _strided(t: Tensor) -> Tensor:
+    return t.contiguous().as_strided((3, 40), (40, 1)) * torch.linspace(0, 1, 40)
+
+
+def _complex(t: Tensor) -> Tensor:
+    pairs = t.contiguous().view(*t.shape[:-1], 4, 2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * 2)
+
+
+def _without_gradients(t: Tensor) -> Tensor:
+    with torch.no_grad():
+        flat = t.contiguous()
+    return flat.as_strided((3, 40), (40, 1)) + t.reshape(3, 40).cos()
+
+
+def _asked(t: Tensor) -> Tensor:
+    if not t.is_contiguous():
+        t = t.contiguous()
+    return t.as_strided((3, 40), (40, 1)) * 2
+
+
+def _changed_copy(t: Tensor) -> Tensor:
+    copy = t.contiguous()
+    copy.mul_(2)
+    return t.sin() + copy.cos()
+
+
+def _changed_source(t: Tensor) -> Tensor:
+    copy = t.contiguous()
+    t.mul_(2)
+    return t.sin() + copy.cos()
+
+
+def _changed_view(t: Tensor) -> Tensor:
+    view = t.mT.reshape(3, 40)  # by its fake tensor a copy
+    view.mul_(2)
+    return t.sin().sum(-1).sum(-1) + view.cos().sum(-1)
+
+
+def _counted(t: Tensor) -> Tensor:
+    row, column, step = t.stride()
+    return t.as_strided((3, 8, 5), (row, step, column)) * torch.linspace(0, 1, 5)
+
+
+class Turned(nn.Module):
+    """The fake kernel of the norm gives strides of its argument, and the real one its own."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.read = nn.Linear(8, 8), nn.BatchNorm1d(8), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.norm(self.linear(x).mT).mT)
+
+
+_READS = [_strided, _complex, _without_gradients, _asked]
+_READS += [_changed_copy, _changed_source, _changed_view, _counted]
+
+
+@pytest.mark.parametrize("read", _READS)
+def test_what_depends_on_a_layout_is_as_unsplit_where_the_fake_layout_is_wrong(
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, x = Turned(read), torch.randn(3, 5, 8)
+    expected = step(copy.deepcopy(model), (x,), {})
+    traced = baechi.trace(model, (x,))
+    for seed in range(2):
+        placed = at_random(copy.deepcopy(model), (x,), seed=seed)
+        assert len(set(placed.placement.devices)) > 1
+        assert not step(placed, (x,), {}).differs_from(expected)
+    whole = [row for row in traced.attempts if "strides that the kernel of" in row.reason]
+    assert bool(whole) == (read is _counted)
+
+
+def test_a_result_that_forward_makes_contiguous_is() -> None:
+    model, x = Turned(lambda t: t.contiguous()), torch.randn(3, 5, 8)
+    placed = at_random(model, (x,))
+    assert placed(x).stride() == (40, 8, 1)
+
+
+def test_torch_still_loses_contiguous() -> None:
+    """If this fails, torch is mended: `workarounds.contiguous` may go."""
+    program = torch.export.export(Turned(_strided), (torch.randn(3, 5, 8),))
+    assert "contiguous" not in str(program.graph)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from baechi.torch_support.torch_internals import (
     version_of,
 )
 from baechi.tracing.fx_nodes import (
+    may_be_views,
     node_arguments,
     nodes_inside,
     schema_arguments,
@@ -268,6 +269,7 @@ class _Recorder(fx.Interpreter):
         self._storage_of: dict[int, int] = {}
         self._alive: dict[int, torch.Tensor] = {}  # by storage
         self._once = once
+        self._may_view = may_be_views(module.graph)
         self._forms: dict[fx.Node, _Form] = {}
         self._ran: dict[Any, tuple[fx.Node, range]] = {}  # by what it does; the storages it made
         self._unmade: set[fx.Node] = set()  # those that were not run
@@ -327,6 +329,8 @@ class _Recorder(fx.Interpreter):
             result = super().run_node(n)
         written = {self._storage(t) for t, version in before if version_of(t) != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
+        if n in self._may_view:
+            self._join(n, result)
         parts = Parts()
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
@@ -352,6 +356,16 @@ class _Recorder(fx.Interpreter):
                 self._ran[key] = n, made
         return result
 
+    def _join(self, n: fx.Node, result: Any) -> None:
+        """Take a copy for a view of what it copies, as it is where kernels have other layouts."""
+        source = self.env[n.all_input_nodes[0]]
+        if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return
+        key, index = key_of(result.untyped_storage()), self._storage(source)
+        if key not in self._storage_of and result.dtype == source.dtype:
+            self._storage_of[key] = index
+            self._facts.storages[index].nbytes += result.untyped_storage().nbytes()
+
     def _read(self, n: fx.Node) -> list[int]:
         """The storages of the values that a node reads, in order."""
         rows = (self._facts.nodes[argument].values for argument in n.all_input_nodes)
@@ -360,7 +374,7 @@ class _Recorder(fx.Interpreter):
     def _key(self, n: fx.Node) -> Any:
         """What a node does to which tensors; None if more is to be known."""
         aten = isinstance(n.target, OpOverload) and n.target.namespace == "aten"
-        if not self._once or not (aten or n.target is operator.getitem):
+        if not self._once or n in self._may_view or not (aten or n.target is operator.getitem):
             return None
         number: dict[int, int] = {}  # of a storage
         rows: list[Any] = []

@@ -36,7 +36,13 @@ from baechi.torch_support.torch_internals import (
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import OURS, GradientMode
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
-from baechi.tracing.workarounds import CustomFunctions, mapped
+from baechi.tracing.workarounds import (
+    CustomFunctions,
+    contiguity_read,
+    contiguous,
+    mapped,
+    strides_read,
+)
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 HOOKS: Final = (*_BACKWARD, *FORWARD)
@@ -145,6 +151,9 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
         replace(*VMAP, mapped)
+        replace(torch.Tensor, "contiguous", contiguous)
+        replace(torch.Tensor, "is_contiguous", contiguity_read)
+        replace(torch.Tensor, "stride", strides_read)
         attend = partial(_attended, attention_kernels())
         replace(nn.functional, "scaled_dot_product_attention", attend)
         # Layers ask both to choose torch's fused kernels, which an eager run takes.

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import OpOverload
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
@@ -180,11 +181,19 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
     `x.contiguous()` leaves no node where x was contiguous in the trace, which depends on the kernel
     that made x (pytorch/pytorch#186381). There `view` becomes `reshape`: the same view where there
     can be one. What is written to later stays a view: a write into a copy would be lost.
+    Where the recorded `contiguous` matters otherwise (`workarounds.contiguous`), it stays.
     """
     for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
-        makers: dict[fx.Node, fx.Node] = {}  # of the memory of a node's value
-        for node in part.graph.nodes:
-            makers[node] = makers[node.all_input_nodes[0]] if _is_view(node) else node
+        changed: set[int | None] = set()  # memory, by later nodes
+        for node in reversed(part.graph.nodes):
+            changed.update(map(_memory, _targets(node)))
+            if node.target is _ATEN.contiguous.default:
+                (given,) = node.all_input_nodes
+                kept = _memory(node) in changed or _needs_strides(node)
+                if _memory(node) == _memory(given) and not kept:
+                    node.replace_all_uses_with(given)
+                    part.graph.erase_node(node)
+        makers = _makers(part.graph)
         written: set[fx.Node] = set()
         for node in reversed(part.graph.nodes):
             maker = makers[node]
@@ -192,12 +201,85 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
                 given = maker.op == "get_attr" or (maker.op == "placeholder" and part is module)
                 if not given and operator_name(maker) not in SAME_LAYOUT:
                     node.target = _ATEN.reshape.default
-            if isinstance(node.target, OpOverload):
-                rows = zip(node.target._schema.arguments, node.args, strict=False)
-                targets = [v for row, v in rows if row.alias_info and row.alias_info.is_write]
-                written.update(makers[v] for v in _flat(targets) if isinstance(v, fx.Node))
+            written.update(makers[target] for target in _targets(node))
         part.recompile()
     return module
+
+
+def may_be_views(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that give a view or a copy, as a kernel's layout has it, of what is written later.
+
+    Complexity: O(writes * nodes).
+    """
+    makers, written = _makers(graph), set[fx.Node]()
+    found = set()
+    for node in reversed(graph.nodes):
+        if node is not makers[node] and makers[node] in written:
+            found.add(node)
+        written.update(makers[target] for target in _targets(node) if layout_maker(target))
+    return found
+
+
+# Parts of the names of operators whose kernels lay out results each in its own way.
+_CHOOSING: Final = ("conv", "norm", "attention", "pool", "upsample", "lstm", "gru", "rnn", "linalg")
+
+
+def layout_maker(node: fx.Node) -> fx.Node | None:
+    """The operator whose kernel chooses the strides of a value; None if each gives the same."""
+    todo, seen = [node], {node}
+    while todo:
+        node = todo.pop()
+        name = operator_name(node)
+        if node.op != "call_function" or name in SAME_LAYOUT:
+            continue
+        known = node.target is operator.getitem or str(node.target).startswith("aten.")
+        if not known or any(part in name for part in _CHOOSING):
+            return node
+        todo += {*node.all_input_nodes} - seen
+        seen.update(todo)
+    return None
+
+
+def _makers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By node the one that makes the memory of its value."""
+    makers: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        makers[node] = makers[node.all_input_nodes[0]] if _is_view(node) else node
+    return makers
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """What an operator writes into, by its schema."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    rows = zip(node.target._schema.arguments, node.args, strict=False)
+    targets = [value for row, value in rows if row.alias_info and row.alias_info.is_write]
+    return [value for value in _flat(targets) if isinstance(value, fx.Node)]
+
+
+# Beginnings of operators that read memory itself, by strides that are given or have to be so.
+_BY_STRIDES: Final = ("aten.as_strided", "aten.view_as_complex", "aten.view.dtype")
+
+
+def _memory(node: fx.Node) -> int | None:
+    """What names the memory of a node's value in a trace; None if it is no tensor."""
+    value = node.meta.get("val")
+    return key_of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+
+
+def _needs_strides(node: fx.Node) -> bool:
+    """True if more than the values of a node is read, of it or of views of it.
+
+    Code of which nothing is seen, as a kernel of one's own, and the caller may rely on strides.
+    """
+
+    def needs(user: fx.Node) -> bool:
+        known = user.target is operator.getitem or str(user.target).startswith("aten.")
+        if not known or str(user.target).startswith(_BY_STRIDES):
+            return True
+        return _is_view(user) and _needs_strides(user)
+
+    return any(map(needs, node.users))
 
 
 def _is_view(node: fx.Node) -> bool:

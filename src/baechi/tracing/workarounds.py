@@ -38,12 +38,19 @@ Recurrent layers under autocast
     nothing else may run. Below autograd there are operators on whole batches, which are kept.
     `test_torch_still_exports_the_levels_of_vmap` fails when torch is mended.
 
+`Tensor.contiguous` (https://github.com/pytorch/pytorch/issues/186381)
+    It leaves no node where a fake tensor is contiguous already, as the kernel's result may not be.
+    So it is recorded there, too, and where `is_contiguous` says so; `fx_nodes.without_layouts`
+    keeps it where something relies on it. What `stride` says is refused where it may not hold.
+    `test_torch_still_loses_contiguous` fails when torch is mended.
+
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
     A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -67,6 +74,7 @@ from baechi.torch_support.torch_internals import (
     recorded_below_autograd,
     track_tensor_tree,
 )
+from baechi.tracing.fx_nodes import layout_maker
 
 
 @final
@@ -157,6 +165,56 @@ class CustomFunctions:
         target.__module__, target.__qualname__ = function.__module__, function.__qualname__
         target.__name__ = function.__name__
         return self._targets.setdefault(function, target)
+
+
+def contiguous(own: Callable[..., Any], tensor: Any, **kwargs: Any) -> Any:
+    """`Tensor.contiguous` while a tracer runs: a node also where it gives the tensor itself."""
+    result = own(tensor, **kwargs)
+    if result is not tensor or not _is_computed(tensor):
+        return result
+    with below_export(), torch.enable_grad():
+        result = torch.ops.aten.alias.default(tensor)  # later reads of the tensor itself stay so
+    return _record_contiguous(tensor, result, **kwargs)
+
+
+def contiguity_read(own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`is_contiguous` while a tracer runs: what reads the tensor later relies on a true answer."""
+    answer = own(tensor, *args, **kwargs)
+    if answer and _by_the_model() and _is_computed(tensor):
+        _record_contiguous(tensor, tensor, **kwargs)
+    return answer
+
+
+def strides_read(own: Callable[..., Any], tensor: Any, *args: Any) -> Any:
+    """`stride` while a tracer runs: refused where the strides of a call may be others."""
+    if _by_the_model() and _is_computed(tensor):
+        maker = layout_maker(export_mode().tracer.unwrap_proxy(tensor).node)
+        if maker is not None:
+            raise RuntimeError(
+                f"forward reads strides that the kernel of {maker.target} chooses; put it in a "
+                "submodule, which then stays whole"
+            )
+    return own(tensor, *args)
+
+
+def _by_the_model() -> bool:
+    """True if what stands in for a method of tensors (`faithfulness`) is called by its code."""
+    caller = str(sys._getframe(3).f_globals.get("__name__", ""))
+    return caller.partition(".")[0] not in ("torch", "baechi")
+
+
+def _is_computed(tensor: Any) -> bool:
+    """True if an export has a node for it; the strides of state and arguments are as traced."""
+    mode = export_mode()
+    proxy = None if mode is None else mode.tracer.unwrap_proxy(tensor)
+    return isinstance(proxy, fx.Proxy) and proxy.node.op == "call_function"
+
+
+def _record_contiguous(tensor: Any, result: Any, **kwargs: Any) -> Any:
+    tracer, target = export_mode().tracer, torch.ops.aten.contiguous.default
+    given = (tracer.unwrap_proxy(tensor),)
+    node = tracer.create_proxy("call_function", target, given, kwargs, name="contiguous")
+    return track_tensor_tree(result, node, constant=None, tracer=tracer)
 
 
 def mapped(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
