@@ -97,9 +97,11 @@ class Leaves:
         frozen = [parameter for parameter in self.trained if not parameter.requires_grad]
         for parameter in frozen:  # for now: a later step may take the node when they no longer are
             parameter.requires_grad_(True)
-        token: torch.Tensor = LeavesFunction.apply(*self.owners)  # type: ignore[no-untyped-call]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        try:
+            token: torch.Tensor = LeavesFunction.apply(*self.owners)  # type: ignore[no-untyped-call]
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         run_first(token)
         return token
 

@@ -165,9 +165,9 @@ class Structure:
     spec: pytree.TreeSpec
 
     @property
-    def n_tensors(self) -> int:
-        """The number of tensors that `fill` takes."""
-        return sum(isinstance(leaf, _Slot) for leaf in self._flat())
+    def is_tensor(self) -> bool:
+        """True if the value is a tensor, with nothing around it."""
+        return self.spec.is_leaf() and isinstance(self.leaves[0], _Slot)
 
     @cached_property
     def constants(self) -> tuple[Any, ...]:

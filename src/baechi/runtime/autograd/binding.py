@@ -222,13 +222,13 @@ class _Binder:
             row, op = facts.nodes[node], self._layout.op_of.get(node)
             if op is None or op in reached or node.op in ("placeholder", "get_attr"):
                 continue
-            bare = (
-                len(row.values) == 1 and row.structure is not None and row.structure.spec.is_leaf()
-            )
-            if not bare or not any(v.requires_grad for v in row.values) or node in self._returned:
+            if row.structure is None or not row.structure.is_tensor:
                 continue
-            leaves = any(self._layout.op_of[user] != op for user in self._layout.users(node))
-            if leaves and last.get(row.values[0].storage, -1) <= index:  # a leaf is not written
+            (value,) = row.values
+            if not value.requires_grad or node in self._returned:
+                continue
+            read = any(self._layout.op_of[user] != op for user in self._layout.users(node))
+            if read and last.get(value.storage, -1) <= index:  # a leaf of autograd is not written
                 dead.add(node)
         return frozenset(dead)
 
@@ -378,7 +378,7 @@ class _Binder:
         users = (user for user in self._layout.users(node) if self._layout.tape(user) != tape)
         slots = dict.fromkeys(self._slot(node, self._carrier(node, u), device) for u in users)
         structure = self._module.facts.nodes[node].structure
-        bare = structure is not None and structure.n_tensors == 1 and structure.spec.is_leaf()
+        bare = structure is not None and structure.is_tensor
         given: Any = self._inputs.get(node)
         if result < 0 and given is None:
             given = self._layout.attribute(node)
