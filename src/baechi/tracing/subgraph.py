@@ -22,9 +22,9 @@ class Extract:
         function: Takes the values of `inputs`, in order, and returns those of `outputs`, a tuple.
             A boxed one takes them in one list, which it empties, so that the function alone
             decides how long they live.
-        inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node that is
-            read apart stands once for each of its readers.
-        readers: For each input the node that reads it, or `None` where all of them share it.
+        inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node stands
+            once for each reader that reads it apart, and once for the others.
+        readers: For each input the node that reads it apart, or `None`: all others share it.
         outputs: Nodes inside whose values it gives, and after them those of `exits`.
         exits: (node, position) of the values that leave through an alias of their own.
     """
@@ -41,7 +41,7 @@ def extract(
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     *,
-    apart: frozenset[fx.Node] = frozenset(),
+    apart: Set[tuple[fx.Node, fx.Node]] = frozenset(),
     exits: Sequence[tuple[fx.Node, int, fx.Node]] = (),
     device: torch.device,
     leaves: Mapping[str, torch.nn.Module] | None = None,
@@ -55,7 +55,7 @@ def extract(
         module: The graph module that owns the nodes.
         nodes: Nodes in program order, without placeholders; get_attr nodes become inputs.
         outputs: Those to return.
-        apart: Inputs that each reader gets as an argument of its own, so that their gradients
+        apart: (input, reader): a reader that gets an argument of its own, so that its gradient
             can be told apart and added up in the order of the unsplit model.
         exits: (node, position, next): values that also leave through an alias, so that autograd
             adds the gradient of a reader at that program position up in its turn; the alias is
@@ -73,7 +73,7 @@ def extract(
     for node in nodes:
         if node in inside:
             outside = [a for a in node.all_input_nodes if a not in inside]
-            inputs.update(((a, node if a in apart else None), None) for a in outside)
+            inputs.update(((a, node if (a, node) in apart else None), None) for a in outside)
     graph = fx.Graph()
     copy_of: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
     box = graph.placeholder("arguments") if boxed else None
@@ -93,7 +93,7 @@ def extract(
                 left.append(graph.call_function(torch.ops.aten.alias.default, (value,)))
 
             def argument(old: fx.Node, node: fx.Node = node) -> fx.Node:
-                return copy_of[old, node if old in apart else None]
+                return copy_of[old, node if (old, node) in apart else None]
 
             copy_of[node, None] = copy = graph.node_copy(node, argument)
             if isinstance(node.target, Observer):

@@ -11,7 +11,7 @@ reader where it is read inside, too (an *exit*).
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeGuard, final
 
 import torch
@@ -27,7 +27,6 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves
 
-_ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
 _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
 _HANDS_ON: Final = ("add", "sub", "rsub", "clone", "alias")  # pointwise, but no new gradient
 
@@ -128,23 +127,44 @@ class Gradients:
 
     # How a tape's code is made.
 
-    def read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
-        """Values from outside with gradients; not those that are written, which must stay one.
+    def read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[tuple[fx.Node, fx.Node]]:
+        """(value from outside, reader on a tape): those whose gradient must be told apart.
 
-        Parameters are among them where the order of adding up matters.
+        The last readers of a value share one gradient if they are on one tape: there autograd adds
+        it up as in the unsplit model, also where an operator uses a value several times inside. So
+        do all readers of a value that the tape writes, which must stay one. Parameters are told
+        apart where the order of adding up matters.
         """
-        inside = set(nodes)
         written = {storage for node in nodes for storage in self._facts[node].writes}
-        return frozenset(
-            argument
-            for node in nodes
-            for argument in node.all_input_nodes
-            if argument in self._facts
-            and argument not in inside
-            and any(value.requires_grad for value in self._facts[argument].values)
-            and not any(value.storage in written for value in self._facts[argument].values)
-            and (argument.op != "get_attr" or self._is_spread(argument))
-        )
+        inside, position = set(nodes), self._layout.position
+        readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in nodes:
+            for argument in node.all_input_nodes:
+                if argument in self._facts and argument not in inside:
+                    readers[argument].append(node)
+        apart: set[tuple[fx.Node, fx.Node]] = set()
+        for value, rows in readers.items():
+            facts = self._facts[value].values
+            if not any(v.requires_grad for v in facts) or any(v.storage in written for v in facts):
+                continue
+            if value.op == "get_attr":
+                alone = rows if self._is_spread(value) else []
+            elif all(position[one] < position[two] for one, two in itertools.pairwise(rows)):
+                last = self._last_elsewhere(value, inside)
+                alone = [node for node in rows if position[node] < last]
+            else:
+                alone = rows  # the tape's order is another than autograd's
+            apart.update((value, node) for node in alone)
+        return frozenset(apart)
+
+    def _last_elsewhere(self, value: fx.Node, inside: Set[fx.Node]) -> int:
+        """The position of a value's last reader with a gradient outside of a tape."""
+        layout, twins = self._layout, self._layout.program.twins
+        if any(user.op == "output" for user in value.users):
+            return _CALLER
+        others = (user for user in layout.users(value) if user not in inside)
+        graded = (layout.position[user] for user in others if twins[layout.op_of[user]] >= 0)
+        return max(graded, default=-1)
 
     def _is_spread(self, node: fx.Node) -> bool:
         """True if the order matters in which gradients of a parameter's readers are added.
@@ -204,28 +224,30 @@ class Gradients:
     def entries(self, tape: int, part: Extract) -> list[Entry]:
         """The values that may enter a tape with a gradient."""
         rows = []
+        position, apart = self._layout.position, {*zip(part.inputs, part.readers, strict=True)}
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
-            position = _ALL if reader is None else self._layout.position[reader]
             if self._layout.is_state(node):
                 if reader is not None:
                     slot = self._new()
                     rows.append(Entry(argument, 0, -1, slot, given=False, keeps_strides=False))
                     parameter = self._layout.attribute(node)
-                    self._shares[parameter].append((position, tape, slot))
+                    self._shares[parameter].append((position[reader], tape, slot))
                 continue
-            readers = [reader] if reader is not None else self._layout.users_in(node, tape)
+            mine = self._layout.users_in(node, tape)
+            readers = [reader] if reader else [user for user in mine if (node, user) not in apart]
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
-                    slot = self._from_reader(node, leaf, position, tape, readers)
+                    slot = self._from_reader(node, leaf, tape, readers)
                     given, keeps = node.op == "placeholder", keeps_strides(node, self._facts)
                     value_number = self._layout.value(node)
                     rows.append(Entry(argument, leaf, value_number, slot, given, keeps))
         return rows
 
     def _from_reader(
-        self, node: fx.Node, leaf: int, position: int, tape: int, readers: Sequence[fx.Node]
+        self, node: fx.Node, leaf: int, tape: int, readers: Sequence[fx.Node]
     ) -> int:
-        """A slot for the gradient of a tape's reader, and its path."""
+        """A slot for the gradient of a tape's readers that share one, and its path."""
+        position = self._layout.position[readers[-1]]
         slot = home = self._new()
         self.of_slot[slot] = self._facts[node].values[leaf]
         layout, twins = self._layout, self._layout.program.twins
