@@ -485,6 +485,13 @@ def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
         return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
+@cache
+def is_composite(operator: OpOverload) -> bool:
+    """True if autograd sees the operators that it calls, and not itself."""
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
 # By which `nn.MultiheadAttention` avoids its fused kernel in a trace.
 TRACER_CHECK: Final = (nn.modules.activation, "_is_make_fx_tracing")
 VMAP: Final = (torch._functorch.apis, "vmap_impl")

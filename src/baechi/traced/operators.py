@@ -67,6 +67,8 @@ class TracedTensor:
         gradient_bytes: For each consumer the bytes of the gradient that it sends back, which may be
             for a part of the storage. Where absent, the bytes of the storage.
         scalar: Whether it is returned as a scalar, such as a model's own loss.
+        gradient_to: For each consumer the op whose backward gets the gradient that it sends back:
+            the producer, or another consumer that adds its own. Where absent, the producer.
     """
 
     producer: int
@@ -76,6 +78,7 @@ class TracedTensor:
     differentiable: bool = False
     gradient_bytes: tuple[int, ...] = ()
     scalar: bool = False
+    gradient_to: tuple[int, ...] = ()
 
 
 @final

@@ -377,28 +377,32 @@ def _values(
 def _gradients(
     traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
 ) -> Iterator[_Edge]:
-    """The gradients of tensors, from their readers' backwards or the loss to their producers'."""
+    """The gradients of tensors, from their readers' backwards or the loss to their producers'.
+
+    Or to those of readers before, which add their own and send the sum on.
+    """
     viewed = _viewed_whole(traced)
     for tensor in traced.tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        mine = again.get(tensor.producer)
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
         if tensor.producer in viewed:
             sizes = (0,)
-        sources: list[tuple[int, int | None, int]] = []
+        targets = tensor.gradient_to or (tensor.producer,) * len(tensor.consumers)
+        sources: list[tuple[int, int | None, int, int]] = []
         if tensor.kept:
             nbytes = tensor.nbytes if _enters_loss(traced, tensor) else 0
-            sources.append((loss, None, nbytes))
+            sources.append((loss, None, nbytes, tensor.producer))
         sources += [
-            (twin[c], again.get(c), nbytes)
-            for c, nbytes in zip(tensor.consumers, sizes, strict=True)
+            (twin[c], again.get(c), nbytes, target if target in twin else tensor.producer)
+            for c, nbytes, target in zip(tensor.consumers, sizes, targets, strict=True)
             if c in twin
         ]
-        for source, theirs, nbytes in sources:
+        for source, theirs, nbytes, target in sources:
+            mine = again.get(target)
             # A unit starts to run again when all gradients that enter it have arrived.
             first = () if mine is None or theirs == mine else (mine,)
-            yield _edge(source, (*first, twin[tensor.producer]), nbytes)
+            yield _edge(source, (*first, twin[target]), nbytes)
 
 
 def _late_gradients(traced: TracedOperators) -> dict[int, int]:

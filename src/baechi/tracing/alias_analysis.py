@@ -24,7 +24,9 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols, is_backed
 from baechi.torch_support.torch_internals import (
@@ -34,6 +36,7 @@ from baechi.torch_support.torch_internals import (
     TorchDispatchMode,
     decomposed_in_cpp,
     enable_python_dispatcher,
+    is_composite,
     version_of,
 )
 from baechi.tracing.fx_nodes import (
@@ -68,7 +71,8 @@ class NodeFacts:
     """The effects of one node on memory and autograd.
 
     `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
-    for some values, as a model's assertion does; `looks` that an observer runs.
+    for some values, as a model's assertion does; `looks` that an observer runs. `several` are the
+    input nodes (indices) to which it sends more than one gradient.
     """
 
     values: tuple[Value, ...] = ()
@@ -78,6 +82,7 @@ class NodeFacts:
     random: bool = False
     checks: bool = False
     looks: bool = False
+    several: tuple[int, ...] = ()
 
     @property
     def acts(self) -> bool:
@@ -322,6 +327,7 @@ class _Recorder(fx.Interpreter):
             (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
         ]
         plain = isinstance(n.target, OpOverload)
+        ends = {} if plain and not is_composite(n.target) else self._ends(n)
         drawing = _Drawing()
         ints = any(str(each.target) in _INTS_ALONE for each in (n, *nodes_inside(n)))
         symbolic = enable_python_dispatcher() if ints else nullcontext()
@@ -339,8 +345,10 @@ class _Recorder(fx.Interpreter):
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
         checks = any(str(node.target).startswith(CHECK) for node in inner)
         looks = any(isinstance(node.target, Observer) for node in inner)
+        counts = gradients_sent(parts.tensors, ends.values()) if ends else []
+        several = tuple(i for i, count in zip(ends, counts, strict=True) if count > 1)
         self._facts.nodes[n] = NodeFacts(
-            values, structure, frozenset(written), saved, random, checks, looks
+            values, structure, frozenset(written), saved, random, checks, looks, several
         )
         alone = isinstance(result, torch.Tensor)
         rows = parts.tensors if alone else result
@@ -355,6 +363,15 @@ class _Recorder(fx.Interpreter):
             if key is not None and not written and reached <= set(self._read(n)):
                 self._ran[key] = n, made
         return result
+
+    def _ends(self, n: fx.Node) -> dict[int, GradientEdge]:
+        """Where the gradients of those inputs go, by index, that are tensors with one."""
+        rows = ((i, self.env[argument]) for i, argument in enumerate(n.all_input_nodes))
+        return {
+            i: get_gradient_edge(value)
+            for i, value in rows
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        }
 
     def _join(self, n: fx.Node, result: Any) -> None:
         """Take a copy for a view of what it copies, as it is where kernels have other layouts."""

@@ -28,6 +28,7 @@ from baechi.tracing.fx_nodes import (
     source_line,
     target_name,
 )
+from baechi.tracing.gradient_order import Routes, find_routes, routed
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
@@ -45,6 +46,7 @@ class TracedModule:
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
             others is where its readers are.
         attributes: Of the model's modules, for whose values this holds.
+        routes: By value the readers whose gradients come to an earlier reader's backward, with it.
         gradients: The mode of gradients that forward read; None if it read none.
         family: The calls of other sizes that it runs, too; None if there are none.
         reads: The attributes that forward read, by owner and name, where there are observers.
@@ -60,6 +62,7 @@ class TracedModule:
     nodes: tuple[tuple[fx.Node, ...], ...]
     travelling: frozenset[fx.Node]
     attributes: Attributes
+    routes: Routes = field(default_factory=dict)
     gradients: bool | None = None
     family: Family | None = None
     reads: Set[tuple[int, str]] = frozenset()
@@ -89,11 +92,14 @@ def lower(
     lowering = Lowering(model, module, facts, parts)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
+    routes = find_routes(facts, parts, [tensor for tensor, _ in rows])
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))
-    traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
-    return ops, tuple(tensor for tensor, _ in rows), traced
+    traced = TracedModule(
+        model, module, facts, call, returned, nodes, parts.travelling, attributes, routes
+    )
+    return ops, routed(rows, facts, parts, routes), traced
 
 
 def _may_fuse(layer: nn.Module) -> bool:

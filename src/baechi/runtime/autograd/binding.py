@@ -300,6 +300,7 @@ class _Binder:
             outputs=tuple(outputs),
             exits=len(part.exits),
             seeds=self._gradients.seeds(part),
+            gathered=self._gradients.gathered(tape),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             parameters=parameters,
             sums=tuple(sums[0]),

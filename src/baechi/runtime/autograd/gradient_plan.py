@@ -8,10 +8,10 @@ for bit): a value enters a tape once per reader, and leaves it through an alias 
 reader where it is read inside, too (an *exit*).
 """
 
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeGuard, final
 
 import torch
@@ -57,7 +57,7 @@ class Layout:
         """The nodes of a tape in program order, or in the tape's own where that differs."""
         ops = self.program.tapes[tape].ops
         nodes = [node for op in ops for node in self.module.nodes[op]]
-        ascends = all(one < two for one, two in itertools.pairwise(ops))
+        ascends = all(one < two for one, two in pairwise(ops))
         return sorted(nodes, key=self.position.__getitem__) if ascends else nodes
 
     def tape(self, node: fx.Node) -> int:
@@ -76,6 +76,12 @@ class Layout:
         """Those of them on a tape, in program order."""
         users = (user for user in self.users(node) if self.tape(user) == tape)
         return sorted(users, key=self.position.__getitem__)
+
+    def via(self, value: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The earlier reader of a value to whose backward a reader's gradient comes first."""
+        found = self.module.routes.get(value, {}).get(reader)
+        reaches = found is not None and self.program.twins[self.op_of[found]] >= 0
+        return found if reaches else None
 
     def is_state(self, node: fx.Node) -> bool:
         """True if it names state that lies where its readers are."""
@@ -111,6 +117,9 @@ class Gradients:
         self.carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.of_slot: dict[int, Value] = {}
         self._of: dict[tuple[fx.Node, int], list[_Gradient]] = defaultdict(list)
+        # The same of those that come to a tape of a reader first.
+        self._to: dict[tuple[fx.Node, int, int], list[_Gradient]] = defaultdict(list)
+        self._gathered: dict[int, list[tuple[int, tuple[fx.Node, int, int]]]] = defaultdict(list)
         # Of every parameter (position, tape, slot) of its gradients.
         self._shares: dict[torch.nn.Parameter, list[tuple[int, int, int]]] = defaultdict(list)
         # Storages that a gradient flows through at some time: a write may begin it.
@@ -132,8 +141,9 @@ class Gradients:
 
         The last readers of a value share one gradient if they are on one tape: there autograd adds
         it up as in the unsplit model, also where an operator uses a value several times inside. So
-        do all readers of a value that the tape writes, which must stay one. Parameters are told
-        apart where the order of adding up matters.
+        do all after one to which gradients of later readers come. So do all readers of a value that
+        the tape writes, which must stay one. Parameters are told apart where the order of adding up
+        matters.
         """
         written = {storage for node in nodes for storage in self._facts[node].writes}
         inside, position = set(nodes), self._layout.position
@@ -149,22 +159,28 @@ class Gradients:
                 continue
             if value.op == "get_attr":
                 alone = rows if self._is_spread(value) else []
-            elif all(position[one] < position[two] for one, two in itertools.pairwise(rows)):
-                last = self._last_elsewhere(value, inside)
-                alone = [node for node in rows if position[node] < last]
             else:
-                alone = rows  # the tape's order is another than autograd's
+                first = self._first_together(value, rows, inside)
+                alone = [node for node in rows if position[node] < first]
             apart.update((value, node) for node in alone)
         return frozenset(apart)
 
-    def _last_elsewhere(self, value: fx.Node, inside: Set[fx.Node]) -> int:
-        """The position of a value's last reader with a gradient outside of a tape."""
+    def _first_together(
+        self, value: fx.Node, rows: Sequence[fx.Node], inside: Set[fx.Node]
+    ) -> int:
+        """The position from which on the readers of a value on a tape share a gradient.
+
+        That is after its last reader elsewhere whose gradient does not come to one of them.
+        """
         layout, twins = self._layout, self._layout.program.twins
-        if any(user.op == "output" for user in value.users):
-            return _CALLER
-        others = (user for user in layout.users(value) if user not in inside)
-        graded = (layout.position[user] for user in others if twins[layout.op_of[user]] >= 0)
-        return max(graded, default=-1)
+        via = {user: layout.via(value, user) for user in layout.users(value)}
+        gathering = [layout.position[node] for node in via.values() if node in inside]
+        others = [user for user in via if user not in inside and via[user] not in inside]
+        last = max((layout.position[u] for u in others if twins[layout.op_of[u]] >= 0), default=-1)
+        returned = any(user.op == "output" for user in value.users)
+        if returned or any(layout.position[a] > layout.position[b] for a, b in pairwise(rows)):
+            last = _CALLER  # the caller reads it, or the tape has another order than autograd
+        return min(last, *gathering) if gathering else last
 
     def _is_spread(self, node: fx.Node) -> bool:
         """True if the order matters in which gradients of a parameter's readers are added.
@@ -238,6 +254,8 @@ class Gradients:
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
                     slot = self._from_reader(node, leaf, tape, readers)
+                    if reader is None:
+                        self._gathered[tape].append((len(rows), (node, leaf, tape)))
                     given, keeps = node.op == "placeholder", keeps_strides(node, self._facts)
                     value_number = self._layout.value(node)
                     rows.append(Entry(argument, leaf, value_number, slot, given, keeps))
@@ -254,13 +272,15 @@ class Gradients:
         if node.op == "placeholder":
             self._of[node, leaf].append(_Gradient(position, tape, home))
             return slot  # the caller adds them up
-        mine = twins[layout.op_of[node]]
+        via = layout.via(node, readers[0])
+        target = node if via is None else via
+        mine, end = twins[layout.op_of[target]], layout.tape(target)
         theirs = [twin for reader in readers if (twin := twins[layout.op_of[reader]]) >= 0]
         if not theirs:
             return slot  # none of them has a backward, so nothing comes
         carriers = [t for twin in theirs for t in layout.between.get((twin, mine), [])]
         if carriers and mine >= 0:
-            if layout.device(layout.tape(node)) != layout.device(tape):
+            if layout.device(end) != layout.device(tape):
                 home = self._new()
             self.carried[carriers[0]].append((slot, home))
         elif self._facts[node].values[leaf].requires_grad:
@@ -268,7 +288,8 @@ class Gradients:
                 f"the graph has no gradient for {node.name} from {readers[0].name}; it is not the "
                 "training graph of this model. Trace the model and solve its graph again."
             )
-        self._of[node, leaf].append(_Gradient(position, tape, home))
+        found = self._of[node, leaf] if end == layout.tape(node) else self._to[node, leaf, end]
+        found.append(_Gradient(position, tape, home))
         return slot
 
     def share_parameters(
@@ -343,6 +364,11 @@ class Gradients:
     def of_input(self, node: fx.Node) -> tuple[int, ...]:
         """The gradients of a tensor that the caller gave, in the order of adding up."""
         return _in_order(self._of[node, 0])
+
+    def gathered(self, tape: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(entry of a tape, the gradients of later readers that it adds its own to)."""
+        rows = ((entry, _in_order(self._to.get(key, ()))) for entry, key in self._gathered[tape])
+        return tuple(row for row in rows if row[1])
 
     def seeds(self, part: Extract) -> tuple[tuple[int, ...], ...]:
         """The gradients that come back to each exit, and to each tensor of each output."""

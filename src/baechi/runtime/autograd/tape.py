@@ -75,6 +75,9 @@ class TapeCode:
     # For each exit, and then for each tensor of each output that the function makes, the slots of
     # the gradients that come back, in the order in which they are added up.
     seeds: tuple[tuple[int, ...], ...]
+    # (entry, slots) of gradients of what enters that other tapes' readers send, as summands before
+    # those of this one.
+    gathered: tuple[tuple[int, tuple[int, ...]], ...]
     large: bool  # whether these are many bytes, so that each should go as soon as it is used
     # (parameter, slot of its gradient) of those that no entry stands for.
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
@@ -295,6 +298,8 @@ class TapeCode:
         """
         record = step.records[self.index]
         if record is None:
+            for entry, slots in self.gathered:
+                step.grads[self.entries[entry].grad] = step.taken(slots)
             return
         if not step.keep:
             step.records[self.index] = None
@@ -337,6 +342,11 @@ class TapeCode:
                 seed = token
             edges.append(edge)
             seeds.append(seed)
+        for entry, slots in self.gathered:
+            edge, seed = record.entered[entry], step.taken(slots)
+            if edge is not None and seed is not None:
+                edges.append(edge)
+                seeds.append(seed)
         return edges, seeds
 
 

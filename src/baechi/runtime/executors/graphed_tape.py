@@ -146,7 +146,8 @@ class GraphedTape:
         # Or why that one runs eagerly: others, and the forward, are replayed all the same.
         self._backwards: dict[tuple[int | None, ...], _Backward | str] = {}
         self._warm: set[tuple[bool, ...]] = set()  # which gradients there were in a backward
-        self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
+        rows = [*self.code.seeds, *(slots for _, slots in self.code.gathered)]
+        self._seeds = tuple(dict.fromkeys(slot for row in rows for slot in row))
 
     @property
     def reasons(self) -> list[str]:
@@ -194,7 +195,10 @@ class GraphedTape:
 
     def _differentiate(self, step: Step, forward: _Forward) -> None:
         pattern = tuple(self.statics.key(step.grads[slot]) for slot in self._seeds)
-        if not any(forward.records) or all(key is None for key in pattern):
+        if all(key is None for key in pattern):
+            return
+        if not any(forward.records):
+            self.code.differentiate(step)  # what is gathered goes on
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:

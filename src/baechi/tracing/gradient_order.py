@@ -1,0 +1,103 @@
+"""Gradients that an operator adds its own to: it reads a value several times.
+
+Autograd adds gradients up one by one, from a value's last reader to its first. An operator that is
+several of its nodes, such as `rms_norm`, attention or `cdist`, sends more than one:
+`(later + one) + two`. Across tapes it would give back `one + two`, and the sum rounds otherwise. So
+the gradients of later readers come to the backward of such an operator, and go on with its own.
+
+That is done for readers that depend on the operator, as the sum of a residual block does: their
+backward comes first anyway, and nothing waits for longer.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import fx
+
+from baechi.traced.operators import TracedTensor
+from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.partition import Partition
+
+Routes: TypeAlias = Mapping[fx.Node, Mapping[fx.Node, fx.Node]]  # of values: reader -> operator
+
+
+def find_routes(facts: Facts, parts: Partition, tensors: Sequence[TracedTensor]) -> Routes:
+    """By value the readers whose gradients come to an earlier reader, with that."""
+    several: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in parts.op_of:
+        for argument in facts.nodes[node].several:
+            several[node.all_input_nodes[argument]].append(node)
+    if not several:
+        return {}
+    after: dict[int, set[int]] = defaultdict(set)
+    for tensor in tensors:
+        after[tensor.producer].update(tensor.consumers)
+    found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+    for value, operators in several.items():
+        home = parts.op_of.get(value)
+        if home is None or not _is_simple(value, facts, parts):
+            continue
+        readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for user in parts.users(value):
+            if user in parts.op_of:
+                readers[parts.op_of[user]].append(user)
+        for op, nodes in readers.items():
+            first = min(parts.position[node] for node in nodes)
+            before = [n for n in operators if parts.position[n] < first]
+            via = max(before, key=parts.position.__getitem__, default=None)
+            if via is None or home in (op, parts.op_of[via]):
+                continue
+            if _depends(after, op, parts.op_of[via]):
+                found.setdefault(value, {}).update(dict.fromkeys(nodes, via))
+    return found
+
+
+def routed(
+    rows: Sequence[tuple[TracedTensor, int | None]], facts: Facts, parts: Partition, routes: Routes
+) -> tuple[TracedTensor, ...]:
+    """Tensors between operators, with the operators to which their gradients go."""
+    via = {
+        facts.nodes[value].values[0].storage: {
+            parts.op_of[reader]: parts.op_of[operator] for reader, operator in readers.items()
+        }
+        for value, readers in routes.items()
+    }
+    return tuple(
+        tensor
+        if storage not in via
+        else replace(
+            tensor,
+            gradient_to=tuple(via[storage].get(op, tensor.producer) for op in tensor.consumers),
+        )
+        for tensor, storage in rows
+    )
+
+
+def _is_simple(value: fx.Node, facts: Facts, parts: Partition) -> bool:
+    """True if it is a tensor with a gradient, the one of its memory that other operators read."""
+    rows = facts.nodes[value].values
+    if len(rows) != 1 or rows[0].storage in parts.last_write:
+        return False
+    home = parts.op_of[value]
+    if parts.home(rows[0].storage) != home:
+        return False
+    others = [
+        node
+        for node in parts.nodes_of_op[home]
+        if node is not value and rows[0].storage in {v.storage for v in parts.values(node)}
+    ]
+    return all(parts.op_of.get(user) in (home, None) for n in others for user in parts.users(n))
+
+
+def _depends(after: Mapping[int, set[int]], op: int, on: int) -> bool:
+    """True if an operator's results lead to another operator."""
+    seen, left = {on}, [on]
+    while left:
+        new = {reader for reader in after.get(left.pop(), ()) if reader <= op} - seen
+        if op in new:
+            return True
+        seen |= new
+        left += new
+    return False
