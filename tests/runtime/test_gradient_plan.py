@@ -1,11 +1,13 @@
-"""A gradient that is a part of a larger one stays so where a kernel would round otherwise."""
+"""Gradients are added up as in the unsplit model, and keep their strides where kernels ask."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from placed import at_random, one_thread, step
+from placed import at_random, one_thread, place_on, same, step
 from torch import Tensor, nn
+from torch.nn import functional
 
 import baechi
 from baechi.runtime.autograd.gradient_plan import keeps_strides
@@ -107,3 +109,88 @@ def test_views_sums_and_joins_hand_a_gradient_on_and_others_make_a_new_one() -> 
     (output,) = module.graph_module.graph.find_nodes(op="output")
     found = [keeps_strides(node, module.facts.nodes) for node in output.all_input_nodes]
     assert found == [True] * 7 + [False] * 2
+
+
+class Block(nn.Module):
+    """It adds to a value what an operator makes of it that reads it several times."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.inner = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.inner(MIXED[self.kind](x)).tanh() * 2
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: functional.rms_norm(x, (16,)),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "cdist": lambda x: torch.cdist(x, x) @ x,
+    "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("checkpoint", [None, "1"], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", MIXED)
+def test_later_gradients_come_to_an_operator_that_reads_a_value_several_times(
+    kind: str, checkpoint: str | None
+) -> None:
+    torch.manual_seed(0)
+    model, args = nn.Sequential(*(Block(kind) for _ in range(3))), (torch.randn(4, 8, 16),)
+    traced = baechi.trace(model, args)
+    with one_thread():
+        expected = step(copy.deepcopy(model), args, {})
+        for placer in (baechi.RandomPlacer(0), baechi.RandomPlacer(1), "contiguous"):
+            placed = place_on(traced, 3, placer, checkpoint=checkpoint, threads_per_device=1)
+            assert step(placed, args, {}).differs_from(expected) == []
+            placed.unplace()
+
+
+class Apart(nn.Module):
+    """The operator's result leads to one output, what adds to it to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        normed = functional.rms_norm(x, (16,))
+        return self.last(normed), x * normed.detach() + normed[:1].detach()
+
+
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]])
+def test_a_gradient_that_an_operator_with_none_of_its_own_gathers_goes_on(used: list[int]) -> None:
+    torch.manual_seed(0)
+    model, x = Apart(), torch.randn(4, 16)
+    plain = copy.deepcopy(model)
+    placed = place_on(baechi.trace(model, (x,)), 3, baechi.RandomPlacer(2), threads_per_device=1)
+    with one_thread():
+        for net in (plain, placed):
+            outputs = net(x)
+            torch.stack([outputs[i].square().sum() for i in used]).sum().backward()
+    found = dict(placed.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert same(parameter.grad, found[name].grad), name
+
+
+class Beside(nn.Module):
+    """Two branches from a value, and what reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.first(x)
+        normed = functional.rms_norm(x, (16,))
+        return self.one(normed), self.two(x), x + normed
+
+
+def test_gradients_come_only_to_operators_that_their_readers_depend_on() -> None:
+    module = baechi.trace(Beside(), (torch.randn(4, 16),)).module
+    ((value, rows),) = module.routes.items()
+    assert value.name == "linear"
+    assert {reader.name: via.name for reader, via in rows.items()} == {"add": "rms_norm"}

@@ -8,8 +8,8 @@ Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x]
 each of the two gradients by itself to those of the value's other readers. A reader on another tape
 gives back one gradient for each tensor that it reads, the sum of both. So where a value has another
 reader, each further reading of an operator is of an alias of its own. That is done for operators
-that are one node of autograd's graph, whose gradients come in the order of its arguments. Attention
-and `einsum` are many nodes: there the sum may round otherwise.
+that are one node of autograd's graph, whose gradients come in the order of its arguments. For
+attention and `einsum`, which are many nodes, `gradient_order` sees to it.
 
 Casts of autocast (`casts_shared`): it casts a weight once for all operators that read it, so their
 gradients are added up in the lower precision, and their sum is cast back. On several tapes each

@@ -36,18 +36,16 @@ def find_routes(facts: Facts, parts: Partition, tensors: Sequence[TracedTensor])
         after[tensor.producer].update(tensor.consumers)
     found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
     for value, operators in several.items():
-        home = parts.op_of.get(value)
-        if home is None or not _is_simple(value, facts, parts):
-            continue
+        home = _home(value, facts, parts)
         readers: dict[int, list[fx.Node]] = defaultdict(list)
-        for user in parts.users(value):
+        for user in parts.users(value) if home is not None else ():
             if user in parts.op_of:
                 readers[parts.op_of[user]].append(user)
         for op, nodes in readers.items():
             first = min(parts.position[node] for node in nodes)
             before = [n for n in operators if parts.position[n] < first]
             via = max(before, key=parts.position.__getitem__, default=None)
-            if via is None or home in (op, parts.op_of[via]):
+            if via is None or home in (op, parts.op_of[via]) or _reads_more(op, value, parts):
                 continue
             if _depends(after, op, parts.op_of[via]):
                 found.setdefault(value, {}).update(dict.fromkeys(nodes, via))
@@ -75,20 +73,20 @@ def routed(
     )
 
 
-def _is_simple(value: fx.Node, facts: Facts, parts: Partition) -> bool:
-    """True if it is a tensor with a gradient, the one of its memory that other operators read."""
-    rows = facts.nodes[value].values
-    if len(rows) != 1 or rows[0].storage in parts.last_write:
-        return False
-    home = parts.op_of[value]
-    if parts.home(rows[0].storage) != home:
-        return False
-    others = [
-        node
-        for node in parts.nodes_of_op[home]
-        if node is not value and rows[0].storage in {v.storage for v in parts.values(node)}
-    ]
-    return all(parts.op_of.get(user) in (home, None) for n in others for user in parts.users(n))
+def _home(value: fx.Node, facts: Facts, parts: Partition) -> int | None:
+    """The operator that makes a value: a tensor in memory of its own that nobody writes."""
+    rows, op = facts.nodes[value].values, parts.op_of.get(value)
+    given = value.op in ("placeholder", "get_attr")
+    if given or len(rows) != 1 or rows[0].storage in parts.last_write:
+        return None
+    return op if op == parts.home(rows[0].storage) else None
+
+
+def _reads_more(op: int, value: fx.Node, parts: Partition) -> bool:
+    """True if an operator reads a value through a view, too: it sends one gradient for both."""
+    (row,) = parts.values(value)
+    read = {argument for node in parts.nodes_of_op[op] for argument in node.all_input_nodes}
+    return any(v.storage == row.storage for a in read - {value} for v in parts.values(a))
 
 
 def _depends(after: Mapping[int, set[int]], op: int, on: int) -> bool:

@@ -165,9 +165,7 @@ class Gradients:
             apart.update((value, node) for node in alone)
         return frozenset(apart)
 
-    def _first_together(
-        self, value: fx.Node, rows: Sequence[fx.Node], inside: Set[fx.Node]
-    ) -> int:
+    def _first_together(self, value: fx.Node, rows: Sequence[fx.Node], inside: Set[fx.Node]) -> int:
         """The position from which on the readers of a value on a tape share a gradient.
 
         That is after its last reader elsewhere whose gradient does not come to one of them.
@@ -261,9 +259,7 @@ class Gradients:
                     rows.append(Entry(argument, leaf, value_number, slot, given, keeps))
         return rows
 
-    def _from_reader(
-        self, node: fx.Node, leaf: int, tape: int, readers: Sequence[fx.Node]
-    ) -> int:
+    def _from_reader(self, node: fx.Node, leaf: int, tape: int, readers: Sequence[fx.Node]) -> int:
         """A slot for the gradient of a tape's readers that share one, and its path."""
         position = self._layout.position[readers[-1]]
         slot = home = self._new()

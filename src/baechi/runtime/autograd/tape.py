@@ -264,7 +264,7 @@ class TapeCode:
             tensor if tensor.requires_grad and slots and not _leads_nowhere(tensor) else None
             for tensor, slots in pairs
         ]
-        if all(tensor is None for tensor in ends):
+        if all(tensor is None for tensor in ends) and not self.gathered:
             return
         record.published = [None if end is None else get_gradient_edge(end) for end in ends]
         step.records[self.index] = record
@@ -298,8 +298,6 @@ class TapeCode:
         """
         record = step.records[self.index]
         if record is None:
-            for entry, slots in self.gathered:
-                step.grads[self.entries[entry].grad] = step.taken(slots)
             return
         if not step.keep:
             step.records[self.index] = None

@@ -114,6 +114,7 @@ class WholeStep:
     index: int = -1
     fills: tuple[tuple[int, int], ...] = ()
     last: tuple[int, ...] = ()
+    gathered: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def forward(self, step: Step) -> None:
         """As `TapeCode.forward`."""
@@ -195,10 +196,7 @@ class GraphedTape:
 
     def _differentiate(self, step: Step, forward: _Forward) -> None:
         pattern = tuple(self.statics.key(step.grads[slot]) for slot in self._seeds)
-        if all(key is None for key in pattern):
-            return
-        if not any(forward.records):
-            self.code.differentiate(step)  # what is gathered goes on
+        if not any(forward.records) or all(key is None for key in pattern):
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:
