@@ -278,6 +278,12 @@ def test_a_composite_operator_in_cpp() -> None:
     assert torch.equal(internals.decomposed_in_cpp(operator, x, hidden, *weights), cell(x, hidden))
 
 
+def test_autograd_sees_what_a_composite_operator_calls() -> None:
+    aten = torch.ops.aten
+    assert all(map(internals.is_composite, (aten.rms_norm.default, aten.linear.default)))
+    assert not any(map(internals.is_composite, (aten.mm.default, aten.mean.dim)))
+
+
 def test_classes_with_operators_of_their_own() -> None:
     class Own(torch.Tensor):
         @classmethod

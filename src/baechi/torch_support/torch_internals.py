@@ -489,7 +489,7 @@ def decomposed_in_cpp(operator: OpOverload, *args: Any) -> Any:
 def is_composite(operator: OpOverload) -> bool:
     """True if autograd sees the operators that it calls, and not itself."""
     key = "CompositeImplicitAutograd"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator._name, key)
 
 
 # By which `nn.MultiheadAttention` avoids its fused kernel in a trace.
