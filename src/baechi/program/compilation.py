@@ -8,12 +8,13 @@
 Complexity: O((instructions + reads) * lanes), and O(turns log(turns)) for their order.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product, repeat
 from typing import Any, TypeAlias, final
+
+import networkx
 
 from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.program.instruction_writer import InstructionWriter
@@ -205,24 +206,11 @@ class Compiler:
                 states[state].append(index)
         chains += [[(at, batch) for at in row] for row in homes.values() for batch in batches]
         chains += [[(at, batch) for batch in batches for at in row] for row in states.values()]
-        after: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        missing: dict[tuple[int, int], int] = defaultdict(int)
-        for chain in chains:
-            for one, two in pairwise(chain):
-                after[one].append(two)
-                missing[two] += 1
         rank = {turn: i for i, turn in enumerate(turns)}
-        ready = [(rank[turn], turn) for turn in rank if not missing[turn]]
-        heapq.heapify(ready)
-        found = []
-        while ready:
-            _, turn = heapq.heappop(ready)
-            found.append(turn)
-            for other in after[turn]:
-                missing[other] -= 1
-                if not missing[other]:
-                    heapq.heappush(ready, (rank[other], other))
-        return found
+        waits: networkx.DiGraph[tuple[int, int]] = networkx.DiGraph()
+        waits.add_nodes_from(rank)
+        waits.add_edges_from(pair for chain in chains for pair in pairwise(chain))
+        return list(networkx.lexicographical_topological_sort(waits, rank.__getitem__))
 
     def _at_once(self, events: Sequence[Event]) -> list[Event]:
         """The same events, each arrival right after the piece that makes its tensor."""
