@@ -7,7 +7,6 @@ so that neither every row nor a single one is read.
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -232,5 +231,4 @@ def _is_knowable(values: Sequence[Value]) -> bool:
     """True if they may follow from the example: without gradients, and not too large."""
     if not values or any(value.requires_grad for value in values):
         return False
-    nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
-    return nbytes <= _MAX_KNOWN_BYTES
+    return sum(value.nbytes for value in values) <= _MAX_KNOWN_BYTES

@@ -17,7 +17,6 @@ Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from math import prod
 from typing import Final, NamedTuple, final
 
 from torch import fx
@@ -212,4 +211,4 @@ class _Gradients:
         return node.op == "output" or any(value.requires_grad for value in self._values(node))
 
     def _nbytes(self, node: fx.Node) -> int:
-        return sum(prod(value.shape) * value.dtype.itemsize for value in self._values(node))
+        return sum(value.nbytes for value in self._values(node))

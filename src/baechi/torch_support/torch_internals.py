@@ -7,7 +7,7 @@ that a new version breaks.
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -149,14 +149,10 @@ def accumulation_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:
 def without_gradient_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Go backward inside without the hooks of tensors, such as optimizers in the backward."""
     both = (hooks for t in tensors for hooks in (t._backward_hooks, t._post_accumulate_grad_hooks))
-    kept = [(hooks, dict(hooks)) for hooks in both if hooks]
-    for hooks, _ in kept:
-        hooks.clear()  # autograd has the dictionary itself
-    try:
+    with ExitStack() as stack:
+        for hooks in filter(None, both):  # autograd has the dictionary itself
+            stack.enter_context(patch.dict(hooks, clear=True))
         yield
-    finally:
-        for hooks, before in kept:
-            hooks.update(before)
 
 
 def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:

@@ -13,6 +13,7 @@ Complexity: 100 us for every different node and 20 us for every other.
 
 import io
 import logging
+import math
 import operator
 import warnings
 from collections import Counter
@@ -63,6 +64,11 @@ class Value:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @final

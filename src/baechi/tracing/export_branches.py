@@ -33,6 +33,7 @@ from baechi.torch_support.torch_internals import (
     untraced,
     version_of,
 )
+from baechi.tracing.guards import package_of
 from baechi.tracing.questions import Questions
 
 
@@ -105,7 +106,7 @@ class EagerBranches:
             if name != "FakeTensor":
                 raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
             mine = threading.get_ident() == flag.thread
-            is_torch = _is_torch(sys._getframe(1).f_globals)
+            is_torch = package_of(sys._getframe(1)) == "torch"
             return Shown if mine and not is_torch else FakeTensor
 
         script = torch.jit.ScriptFunction
@@ -150,13 +151,9 @@ class _Flag(int):
         if threading.get_ident() != self.thread:
             return False
         asker = sys._getframe(1)
-        if _is_torch(asker.f_globals):
+        if package_of(asker) == "torch":
             return True
         return self.branches.answer(asker.f_code, asker.f_lasti)
-
-
-def _is_torch(scope: dict[str, Any]) -> bool:
-    return str(scope.get("__name__", "")).partition(".")[0] == "torch"
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from baechi.torch_support.torch_internals import (
     hooks_of,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.guards import OURS, GradientMode
+from baechi.tracing.guards import OURS, GradientMode, package_of
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
 from baechi.tracing.workarounds import (
     CustomFunctions,
@@ -205,8 +205,7 @@ def _refused(own: Any, *_: Any, **__: Any) -> NoReturn:
 
 def _seeded(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Refused to all but torch itself, whose checkpointing does it, and Baechi."""
-    caller = sys._getframe(2).f_globals.get("__name__", "")
-    if str(caller).partition(".")[0] not in ("torch", "baechi"):
+    if package_of(sys._getframe(2)) not in OURS:
         _refuse(f"torch.{own.__name__}")
     return own(*args, **kwargs)
 

@@ -27,6 +27,7 @@ from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
     CodeType,
+    FrameType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -43,6 +44,11 @@ from baechi.torch_support.torch_internals import CALL, hooks_given
 
 _KINDS: Final = ("cpu", "cuda")
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
+
+
+def package_of(frame: FrameType) -> str:
+    """The package whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 @final

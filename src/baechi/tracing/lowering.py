@@ -7,7 +7,6 @@ A tensor of the result is a storage, whichever views of it are read.
 Complexity: O(nodes + edges), with a sort.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -232,7 +231,7 @@ class Lowering:
                 for value in self._parts.values(node)
                 if value.storage in self._graded and (storages is None or value.storage in storages)
             ]
-            nbytes = _nbytes(values)
+            nbytes = sum(value.nbytes for value in values)
             users = [(self._parts.op_of.get(user), user) for user in self._parts.users(node)]
             for reader in sorted(sent.keys() & dict(users).keys() - {op}):
                 repeated = [self._repeated(node, user) for own, user in users if own == reader]
@@ -253,7 +252,8 @@ class Lowering:
             return 0
         made = self._facts.storages[mine[0].storage].node is node
         written = mine[0].storage in self._parts.last_write
-        return _nbytes(result) if is_one_node(node) and made and not written else 0
+        handed_on = is_one_node(node) and made and not written
+        return sum(value.nbytes for value in result) if handed_on else 0
 
     def _returned_elsewhere(self) -> set[int]:
         """Operators that return a view with a gradient of what another one made."""
@@ -516,10 +516,6 @@ def _show_graph(graph: Any) -> str:
 def _show_value(value: Value) -> str:
     grad = "'" if value.requires_grad else ""
     return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
-
-
-def _nbytes(values: Sequence[Value]) -> int:
-    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
 
 
 def _unique(name: str, taken: set[str]) -> str:

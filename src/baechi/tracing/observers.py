@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, takewhile
 from operator import is_
@@ -184,17 +184,13 @@ def without_observers(module: nn.Module) -> Iterator[None]:
     """Run the module inside on tensors that no observer shall see, split or not."""
     running, _RUNNING.on = getattr(_RUNNING, "on", None), False
     rows = [hooks_of(part, kind) for part in module.modules() for kind in FORWARD]
-    before = [(row, dict(row)) for row in rows if row]
-    for row, hooks in before:
-        for key in [key for key, hook in hooks.items() if observes(hook)]:
-            del row[key]
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, _RUNNING, "on", running)
+        for row in filter(None, rows):
+            stack.enter_context(patch.dict(row))
+            for key in [key for key, hook in row.items() if observes(hook)]:
+                del row[key]
         yield
-    finally:
-        _RUNNING.on = running
-        for row, hooks in before:
-            row.clear()
-            row.update(hooks)
 
 
 def serves_inside(hook: Any) -> bool:

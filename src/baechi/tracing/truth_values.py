@@ -9,7 +9,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -17,7 +16,7 @@ from torch import fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.torch_internals import FunctionMode
-from baechi.tracing.guards import OURS
+from baechi.tracing.guards import OURS, package_of
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check
 # What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
@@ -87,7 +86,7 @@ class TruthValues(FunctionMode):
 
 def _asker() -> Asker:
     """Who asks for a truth value: the innermost of the model's own functions, and its module."""
-    frames = [row for row in traceback.walk_stack(None) if not _is_ours(row[0])]
+    frames = [row for row in traceback.walk_stack(None) if package_of(row[0]) not in OURS]
     firsts = (frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) for frame, _ in frames)
     module = next((first for first in firsts if isinstance(first, nn.Module)), None)
     file, line = (frames[0][0].f_code.co_filename, frames[0][1]) if frames else ("", 0)
@@ -127,11 +126,7 @@ def _words(answer: bool) -> str:
 def model_line() -> str:
     """The innermost line that runs now and is neither torch's nor ours."""
     for frame, line in traceback.walk_stack(None):
-        if not _is_ours(frame):
+        if package_of(frame) not in OURS:
             file = frame.f_code.co_filename
             return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
     return "a line of its own"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in OURS

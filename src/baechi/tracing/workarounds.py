@@ -75,6 +75,7 @@ from baechi.torch_support.torch_internals import (
     track_tensor_tree,
 )
 from baechi.tracing.fx_nodes import layout_maker
+from baechi.tracing.guards import OURS, package_of
 
 
 @final
@@ -199,8 +200,7 @@ def strides_read(own: Callable[..., Any], tensor: Any, *args: Any) -> Any:
 
 def _by_the_model() -> bool:
     """True if what stands in for a method of tensors (`faithfulness`) is called by its code."""
-    caller = str(sys._getframe(3).f_globals.get("__name__", ""))
-    return caller.partition(".")[0] not in ("torch", "baechi")
+    return package_of(sys._getframe(3)) not in OURS
 
 
 def _is_computed(tensor: Any) -> bool:

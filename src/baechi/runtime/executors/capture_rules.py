@@ -8,7 +8,7 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (const
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -19,10 +19,9 @@ from baechi.errors import InputError
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.torch_support.torch_devices import is_allocator_native
-from baechi.tracing.fx_nodes import op_name, operator_name
+from baechi.tracing.fx_nodes import nodes_inside, op_name, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import Observer
-from baechi.tracing.partition import attribute
 
 CudaGraphs: TypeAlias = bool | Literal["auto"]
 
@@ -146,7 +145,7 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
     if isinstance(node.target, HigherOrderOperator):
         if node.target.__name__ not in _WRAPPERS:
             return "decides on the host what runs"
-        inner = (_reason(module, each) for each in _inside(module, node))
+        inner = (_reason(module, each) for each in _operators(nodes_inside(node)))
         return next((reason for reason in inner if reason), "")
     if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
         return f"is {node.target.namespace}'s own; nobody knows whether it asks the host"
@@ -173,15 +172,6 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
 
 def _operators(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _inside(module: TracedModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The operators of the graphs that a wrapper is given."""
-    for given in node.all_input_nodes:
-        if given.op == "get_attr":
-            value = attribute(module.graph_module, str(given.target))
-            if isinstance(value, fx.GraphModule):
-                yield from _operators(value.graph.nodes)
 
 
 def _has_mask(module: TracedModule, node: fx.Node) -> bool:
