@@ -125,14 +125,14 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_order")
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", [Tied, partial(Tied, 0.5), Twice], ids=["tied", "random", "twice"])
+@pytest.mark.parametrize(("kind", "n"), covering([Tied, partial(Tied, 0.5), Twice], [4, 2]))
 def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: int) -> None:
     """A call and a backward, a step, and a second step on top of its gradients."""
     check_any_placement(kind, n, range(3))
 
 
 @pytest.mark.usefixtures("any_order")
+@pytest.mark.xdist_group("compile")
 @pytest.mark.parametrize("kind", [partial(Tied, 0.5), Twice], ids=["random", "twice"])
 def test_any_placement_in_any_order_of_turns_compiled(kind: Callable[[], nn.Module]) -> None:
     """The first step of each compiles in one thread; the second one is on workers."""
@@ -415,7 +415,7 @@ def square(y: Tensor, t: Tensor) -> Tensor:
     return (y - t).square().mean()
 
 
-@pytest.mark.parametrize(("width", "batch", "several"), [(8, 6, False), (512, 268, True)])
+@pytest.mark.parametrize(("width", "batch", "several"), [(8, 3, False), (512, 268, True)])
 def test_auto_takes_the_number_of_micro_batches_with_the_shortest_step(
     width: int, batch: int, several: bool
 ) -> None:
@@ -428,7 +428,9 @@ def test_auto_takes_the_number_of_micro_batches_with_the_shortest_step(
     n, numbers = state.microbatches.n, Microbatches(0).choices(canonical_call(other, (x,), {}))
     assert (n > 1) == several
     steps = {}
-    for each in numbers:
+    if n > 1:  # where it is 1 there are no turns in order
+        steps[n] = placed.rhythm.step_ns + 20_000 * len(placed.rhythm.turns)
+    for each in (row for row in numbers if row not in steps):
         alone = lazily(copy.deepcopy(other), microbatches=each, placer="auto")
         alone.step(x, targets=x, loss=square)
         assert alone.rhythm is not None

@@ -27,7 +27,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NORMALIZED = {"rtol": 1e-4, "atol": 1e-3}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# One process imports the compiler, for all tests of it.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("compile")]
 
 
 @pytest.fixture(autouse=True)
