@@ -546,7 +546,7 @@ def steps_until_somebody_is_gone(ranks: Ranks) -> None:
 
 def forked(n: int) -> list[int]:
     """Make so many ranks of this process: each goes on from here, with all that is imported."""
-    import torch.distributed.checkpoint  # noqa: F401 (here, for all)
+    import torch.distributed.checkpoint
 
     baechi.trace(nn.Linear(2, 2), (torch.ones(1, 2),))  # which imports what a first trace does
     others = []

@@ -30,7 +30,7 @@ from baechi.runtime.executors.cpu_workers import CpuExecutor, RunningCall
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.rank_slice import RankCall, RankExecutor
-from baechi.runtime.request_memory import RequestMemory
+from baechi.runtime.request_memory import check_requests, request_bytes
 from baechi.runtime.returned_values import ReturnedValues
 from baechi.runtime.runtime_checks import GradientGuard, StateGuard
 from baechi.runtime.step_function import Executor, Leaves, Plan, StepFunction
@@ -111,6 +111,7 @@ class Executable:
         self.rhythm: Rhythm | None = None
         self.measured: Measurement | None = None
         self.note = self.comparison = ""
+        self._request_bytes: dict[Any, list[tuple[int, int]]] = {}  # by sizes of a call
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
@@ -211,12 +212,6 @@ class Executable:
             program = self._compiled(copy_lanes=not cut, one_thread=True, schedule=self.schedule)
         bound = bind(self.module, self._structure, program, self.places)
         return CudaExecutor(program, bound, self.places)
-
-    @cached_property
-    def _request_memory(self) -> RequestMemory | None:
-        if self.graph is None or self.cluster is None:
-            return None
-        return RequestMemory(self.cluster, self.placement, self.batches)
 
     @property
     def warm_up(self) -> int:
@@ -454,16 +449,15 @@ class Executable:
 
     def _check_memory(self, call: Call, in_flight: int) -> None:
         """Raise an error where so many calls, each at its peak, exceed a device's memory."""
-        if in_flight == 1 or self._request_memory is None:
+        graph, cluster = self.graph, self.cluster
+        if in_flight == 1 or graph is None or cluster is None:
             return
         sizes = None if self.family is None else self.family.joined(call)
-
-        def graph() -> OpGraph:
-            if sizes is None or self.admission is None:
-                return cast(OpGraph, self.graph)
-            return self.admission.graph_at(sizes)
-
-        self._request_memory.check(in_flight, sizes, graph)
+        if sizes not in self._request_bytes:
+            if sizes is not None and self.admission is not None:
+                graph = self.admission.graph_at(sizes)
+            self._request_bytes[sizes] = request_bytes(graph, cluster, self.placement)
+        check_requests(in_flight, self._request_bytes[sizes], cluster, self.batches)
 
     def _refuse_hook(self, hooked: frozenset[torch.nn.Parameter]) -> NoReturn:
         """Refuse hooks that tapes cannot cut off: each would run them."""

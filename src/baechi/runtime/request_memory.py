@@ -1,6 +1,6 @@
 """Memory that requests in flight take: those of a call without gradients, several at once."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baechi.errors import InputError
@@ -10,33 +10,25 @@ from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 
 
-class RequestMemory:
-    """How many requests fit at once; a request is `batches` calls of the placed graph's forward."""
+def check_requests(
+    in_flight: int, rows: Sequence[tuple[int, int]], cluster: Cluster, batches: int
+) -> None:
+    """Check that so many requests, each at its peak, fit on every device.
 
-    def __init__(self, cluster: Cluster, placement: Placement, batches: int) -> None:
-        self._cluster, self._placement, self._batches = cluster, placement, batches
-        self._known: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}
+    A request is `batches` calls of the placed graph's forward, and `rows` its `request_bytes`.
 
-    def check(
-        self, in_flight: int, sizes: tuple[int, ...] | None, graph: Callable[[], OpGraph]
-    ) -> None:
-        """Check that so many requests of some sizes, each at its peak, fit on every device.
-
-        Raises:
-            InputError: They do not; the text says how many do.
-        """
-        if sizes not in self._known:
-            self._known[sizes] = request_bytes(graph(), self._cluster, self._placement)
-        rows = zip(self._cluster.devices, self._known[sizes], strict=True)
-        most = min(
-            (device.memory_bytes - kept) // max(own * self._batches, 1)
-            for device, (kept, own) in rows
+    Raises:
+        InputError: They do not; the text says how many do.
+    """
+    most = min(
+        (device.memory_bytes - kept) // max(own * batches, 1)
+        for device, (kept, own) in zip(cluster.devices, rows, strict=True)
+    )
+    if most < in_flight:
+        raise InputError(
+            f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
+            f"in_flight={max(most, 1)}, or smaller requests."
         )
-        if most < in_flight:
-            raise InputError(
-                f"{in_flight} requests in flight, each at its peak, exceed a device's memory: give "
-                f"in_flight={max(most, 1)}, or smaller requests."
-            )
 
 
 def request_bytes(graph: OpGraph, cluster: Cluster, placement: Placement) -> list[tuple[int, int]]:
