@@ -31,6 +31,7 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import device_kind, hardware, torch_threads
 from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
+from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import has_observers, without_observers
 from baechi.tracing.pytrees import tensors_in
@@ -177,10 +178,7 @@ class _Steps:
         # Threads of torch's pool that have just worked look for more for some milliseconds, on the
         # cores that the devices' workers are to have.
         with torch_threads(1):
-            self.inputs = inputs = tuple(
-                tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                for tensor in self.call.tensors
-            )
+            self.inputs = inputs = tuple(map(copy_of, self.call.tensors))
         args, kwargs = self.call.structure.fill(inputs)
         outputs: list[torch.Tensor] = []
         n = self.executable.batches

@@ -19,7 +19,8 @@ from baechi.errors import ExecutionError, InputError
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executable import Executable
-from baechi.torch_support.torch_internals import gradient_hooks
+from baechi.torch_support.torch_internals import without_gradient_hooks
+from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.observers import without_observers
@@ -109,16 +110,11 @@ class _Verification:
 
     def run(self) -> None:
         """Compare, and name what differs."""
-        hooks = [gradient_hooks(parameter) for parameter in self._model.parameters()]
-        own = [(rows, dict(rows)) for rows in hooks if rows]
-        for rows, _ in own:
-            rows.clear()  # the copy has none
-        try:
-            self._compare()
-        finally:
-            self._put_back()
-            for rows, before in own:
-                rows.update(before)
+        with without_gradient_hooks(self._model.parameters()):  # the copy has none
+            try:
+                self._compare()
+            finally:
+                self._put_back()
 
     def _compare(self) -> None:
         expected = self._step(self._eager)
@@ -194,8 +190,7 @@ class _Verification:
         self._put_back()
         torch.manual_seed(self._seed)
         # Anew, since a run may write into them.
-        given = (t.detach().clone().requires_grad_(t.requires_grad) for t in self._call.tensors)
-        call = replace(self._call, tensors=tuple(given))
+        call = replace(self._call, tensors=tuple(map(copy_of, self._call.tensors)))
         outputs = tensors_in(forward(call))
         leaves = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
         leaves |= dict(owner.named_parameters())
