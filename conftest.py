@@ -51,6 +51,9 @@ _GPUS = {"gpu": 1, "multigpu": 2}
 # wait five minutes for them when a test run ends.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Looks for garbage at every 700th object are a tenth of a run; who wants one asks for it.
+gc.set_threshold(20_000, 20, 20)
+
 # A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +97,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def _processor_s() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without a look for garbage, which is a fifth of the time: packages are imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -366,8 +366,7 @@ class Sums(nn.Module):
         return x.sum() - total
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("given", [{}, {"twice": True}, {"product": True}])
+@pytest.mark.parametrize(("given", "n"), covering([{}, {"twice": True}, {"product": True}], [1, 2]))
 def test_a_sum_sends_back_a_view_of_its_gradient(given: dict[str, bool], n: int) -> None:
     rows = errors(Sums(**given), (torch.randn(256, 64),), n, 2)
     assert min(rows) >= 0
