@@ -45,11 +45,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, **variables}
 
 
-def begun(n: int, *arguments: str, started: int | None = None) -> list[subprocess.Popen[str]]:
-    """So many ranks of a script, without an agent that would end the others with one.
-
-    Of fewer that are `started` the first makes the others itself.
-    """
+def begun(n: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """So many ranks of a script, without an agent that would end the others with one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -63,20 +60,19 @@ def begun(n: int, *arguments: str, started: int | None = None) -> list[subproces
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for rank in range(n if started is None else started)
+        for rank in range(n)
     ]
 
 
-def outcome(n: int, folder: Path, *names: str, forked: bool = True) -> dict[str, list[str]]:
-    """What each rank says of each check; all are forks of one process, which imports torch once."""
+def outcome(n: int, folder: Path, *names: str) -> dict[str, list[str]]:
+    """What each rank says of each check."""
     folder.mkdir(exist_ok=True)
-    words = [str(SUPPORT / "rank_checks.py"), str(folder), *names, *(["forked"] if forked else [])]
-    processes = begun(n, *words, started=1 if forked else n)
-    text = "".join(process.communicate(timeout=300)[0] for process in processes)
+    processes = begun(n, str(SUPPORT / "rank_checks.py"), str(folder), *names)
+    texts = [process.communicate(timeout=300)[0] for process in processes]
     found: dict[str, list[str]] = {}
     for rank in range(n):
         path = folder / f"{rank}.json"
-        assert path.exists(), text
+        assert path.exists(), texts[rank]
         for name, text in json.loads(path.read_text()).items():
             found.setdefault(name, []).append(text)
     return found
@@ -179,7 +175,7 @@ def test_replicas_have_the_mean_of_their_gradients(n: int, tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpus_are_the_loop", "replicas_have_the_mean"])
 def test_two_ranks_on_gpus(name: str, tmp_path: Path) -> None:
-    assert outcome(2, tmp_path, name, forked=False) == {name: ["", ""]}
+    assert outcome(2, tmp_path, name) == {name: ["", ""]}
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ goes to `FOLDER/RANK.json`: by check a text, empty where all is as it should be.
 
 import copy
 import json
-import os
 import sys
 import time
 import traceback
@@ -544,24 +543,9 @@ def steps_until_somebody_is_gone(ranks: Ranks) -> None:
         placed.step(X, targets=T, loss=criterion)
 
 
-def forked(n: int) -> list[int]:
-    """Make so many ranks of this process: each goes on from here, with all that is imported."""
-    import torch.distributed.checkpoint
-
-    baechi.trace(nn.Linear(2, 2), (torch.ones(1, 2),))  # which imports what a first trace does
-    others = []
-    for rank in reversed(range(n)):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if rank and not (process := os.fork()):
-            return []
-        others += [process] if rank else []
-    return others
-
-
 def main() -> None:
     folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    others = forked(int(os.environ["WORLD_SIZE"])) if "forked" in names else []
     options: Any = {"transport": "gloo"} if "gloo" in names else {}
     options |= {"replicas": 2} if "replicas_have_the_mean" in names else {}
     ranks = baechi.ranks(memory="8GiB", timeout_s=TIMEOUT_S, **options)
@@ -575,8 +559,6 @@ def main() -> None:
                 found[name] = traceback.format_exc()
                 break
     Path(folder, f"{ranks.first + ranks.rank}.json").write_text(json.dumps(found))
-    for process in others:
-        os.waitpid(process, 0)
 
 
 if __name__ == "__main__":
