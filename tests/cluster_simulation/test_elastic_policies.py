@@ -1,4 +1,4 @@
-"""Policies that choose how many GPUs a job has: Optimus, Pollux' objective, Voda's elastic SRJF."""
+"""Policies that choose how many GPUs a job has: Optimus, Pollux, Voda, Lyra and ONES."""
 
 from dataclasses import replace
 from itertools import product
@@ -13,6 +13,7 @@ from baechi.cluster_simulation.jobs import WHOLE, Exclusive, Job, JobRun, amdahl
 from baechi.cluster_simulation.placement_schemes import Baechi, BestFit
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
+from baechi.cluster_simulation.policies.ones import Ones
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pollux import Pollux
 from baechi.cluster_simulation.policy_support.allocation import ClusterView
@@ -21,7 +22,7 @@ from baechi.cluster_simulation.policy_support.predictions import Rates
 from baechi.cluster_simulation.policy_support.server_loans import cheapest
 from baechi.cluster_simulation.simulator import simulate_cluster
 
-ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra")
+ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra", "heet")
 
 
 def view_of(jobs, gpus, now=0):
@@ -129,6 +130,47 @@ def test_a_graph_has_as_many_devices_as_speed_it_up(policy):
     jobs = [replace(job, name=f"graph{i}") for i in range(3)]
     result = simulate_cluster(jobs, fleet, policy_named(policy), Baechi())
     assert sorted(row.end_time for row in result.outcomes) == [500, 500, 1000]
+
+
+def test_ones_doubles_a_limit_in_every_round_that_a_job_runs():
+    # 300 ticks each on one, two and four GPUs do 2,100 of the work; eight do the rest in 300.
+    curve = tuple(range(1000, 9000, 1000))
+    rows = simulate([Job("alone", 1, 0, 4500, curve=curve)], Fleet.uniform(1, 1, 8), "ones")
+    assert (rows["alone"].end_time, len(rows["alone"].gpus)) == (1200, 8)
+    # Two jobs share what there is as long as both are here.
+    jobs = [Job("one", 1, 0, 900, curve=curve), Job("two", 1, 0, 900, curve=curve)]
+    rows = simulate(jobs, Fleet.uniform(1, 1, 2), "ones")
+    assert {row.end_time for row in rows.values()} == {900}
+    # Who is preempted begins anew with what its user asks for.
+    policy = Ones()
+    view = view_of([Job("alone", 1, 0, 4500, curve=curve)], 8)
+    run = view.runs[0]
+    for running, limit in ((False, 1), (True, 2), (True, 4), (False, 1), (True, 2)):
+        run.running = running
+        assert [row.size for row in policy.decide(view)] == [limit]
+
+
+def test_a_generation_of_ones_has_no_larger_utilization_than_the_one_before():
+    # Three GPUs, and jobs of one: the three with the least to do are 10 + 20 + 30.
+    times = (70, 20, 50, 10, 60, 30, 40, 80)
+    view = view_of([Job(f"job{time}", 1, 0, time) for time in times], 3)
+    policy, left = Ones(), []
+    for _ in range(30):
+        answer = policy.decide(view)
+        left.append(sum(row.size * row.run.job.duration for row in answer))
+    assert left == sorted(left, reverse=True)
+    assert (len(answer), left[-1]) == (3, 60)
+    # Two GPUs for one job do 1.5 times as much: 2 * 100 / 1.5 is more than 100 and 20 alone.
+    policy, view = Ones(), view_of([Job("a", 1, 0, 100, curve=(1000, 1500)), Job("b", 1, 0, 20)], 2)
+    policy.decide(view)
+    a, b = (run.index for run in view.runs)
+    view.runs[0].running = True
+    policy.decide(view)
+    assert policy.utilization({a: 2}) == pytest.approx(200 / 1.5, rel=1e-3)
+    assert policy.utilization({a: 1, b: 1}) == 120
+    assert policy.filled(view, {a: 2}) == {a: 2}
+    assert policy.filled(view, {a: 1}) == {a: 1, b: 1}
+    assert policy.filled(view, {}) == {a: 1, b: 1}  # waiting jobs come before more for others
 
 
 def simulate(jobs, fleet, policy):

@@ -1,4 +1,4 @@
-"""Kinds of GPU: Gavel's programs, AlloX's matching, and Gandiva_fair's tickets.
+"""Kinds of GPU: Gavel's programs, the matchings of AlloX and Heet, and Gandiva_fair's tickets.
 
 The golden values are the optima of the original programs (`golden/gavel-policies.json` beside the
 traces, see `test_golden_results.py`); without that folder those tests are skipped.
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from published import FOLDER, published
 
 from baechi.cluster_simulation.fleet import Fleet, Gpu
-from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide
+from baechi.cluster_simulation.jobs import WHOLE, Job, SideBySide, amdahl
 from baechi.cluster_simulation.placement_schemes import BestFit
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.allox import matched
-from baechi.cluster_simulation.policy_support import throughput_programs
+from baechi.cluster_simulation.policy_support import priced_matching, throughput_programs
 from baechi.cluster_simulation.policy_support.throughput_programs import (
     Column,
     ThroughputProgram,
@@ -247,8 +247,88 @@ def test_who_gains_most_from_a_fast_gpu_gets_it_for_more_time_on_slow_ones():
     assert rows["hardly"].end_time > 12_000 + WHOLE
 
 
+def test_heets_matching_by_hand():
+    # A fast and a slow GPU: a takes 100 on the fast and 300 on the slow, b 90 and 100. In order of
+    # their own speed b would have the fast one: 90 + 300 is more than 100 + 100.
+    weight = np.array([[[100.0], [300.0]], [[90.0], [100.0]]])
+    assert priced_matching.matched(weight, [1, 1]) == [(0, 1), (1, 1)]
+    jobs = [Job("a", 1, 0, 100, kinds=(("slow", 334),)), Job("b", 1, 0, 90, kinds=(("slow", 900),))]
+    rows = run(jobs, fleet(fast=1, slow=1), "heet")
+    assert {name: (row.gpus, row.end_time) for name, row in rows.items()} == {
+        "a": ((0,), 100),
+        "b": ((1,), 100),
+    }
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5),
+    st.tuples(st.integers(1, 2), st.integers(1, 2)),
+)
+@settings(max_examples=25)
+def test_no_matching_fills_as_many_gpus_and_weighs_less(rows, gpus):
+    weight = np.array(rows, dtype=float)[:, :, None]
+    found = priced_matching.matched(weight, gpus)
+    placed = [(job, place[0]) for job, place in enumerate(found) if place is not None]
+    assert len(placed) == min(len(rows), sum(gpus))
+
+    def is_matching(where):
+        return all(where.count(kind) <= many for kind, many in enumerate(gpus))
+
+    best = min(
+        sum(row[kind] for row, kind in zip(rows, where, strict=True) if kind < 2)
+        for where in product(range(3), repeat=len(rows))
+        if is_matching(where) and len(rows) - where.count(2) == len(placed)
+    )
+    assert sum(rows[job][kind] for job, kind in placed) == best
+
+
+def test_prices_rise_where_more_is_wanted_and_sizes_fall_with_them():
+    def of(jobs, curve, gpus):
+        times = np.array([[[100_000 / rate for rate in curve]] * len(gpus)] * jobs)
+        price = priced_matching.prices(times, gpus)
+        places = priced_matching.matched(priced_matching.weights(times, price), gpus)
+        return list(price), [place and place[1] for place in places]
+
+    # A tenth is serial: from one GPU to four a job is 3.08 times as fast, for 1.3 as much GPU-time.
+    curve = amdahl(1, 4, 0.1)
+    alone, many = of(1, curve, [4]), of(4, curve, [4])
+    assert alone[0] < many[0]
+    assert (alone[1], many[1]) == ([4], [1, 1, 1, 1])
+    assert of(2, curve, [4])[1] == [2, 2]
+    # Five jobs have no room: one waits, whatever the price.
+    assert sorted(of(5, curve, [4])[1], key=str) == [1, 1, 1, 1, None]
+    # All are twice as fast on the first kind, so that is dearer.
+    times = np.array([[[50.0, 50.0], [100.0, 100.0]]] * 4)
+    fast, slow = priced_matching.prices(times, [2, 2])
+    assert fast > slow
+
+
+def test_a_trade_is_of_two_jobs_of_one_size_and_helps_both():
+    places = [(0, 1), (1, 1), (1, 2)]
+    weight = np.full((3, 2, 2), 5.0)
+    weight[0, 1, 0] = 3.0  # the first would rather be on the second kind
+    assert priced_matching.traded(weight, places) == places
+    weight[2, 0, 1] = 1.0  # so does the third on the first, with two GPUs
+    assert priced_matching.traded(weight, places) == places
+    weight[1, 0, 0] = 4.0
+    assert priced_matching.traded(weight, places) == [(1, 1), (0, 1), (1, 2)]
+
+
+def test_heets_sizes_follow_how_well_jobs_scale():
+    def ends(durations, serial, gpus):
+        curve = amdahl(1, 4, serial)
+        jobs = [Job(f"job{i}", 1, 0, time, curve=curve) for i, time in enumerate(durations)]
+        return [row.end_time for _, row in sorted(run(jobs, fleet(gpu=gpus), "heet").items())]
+
+    # GPU-time is the same on any number of GPUs: one after another on all, the shortest first.
+    assert ends([60, 80, 100], 0.0, 4) == [15, 35, 60]
+    # With a tenth serial both would have three of five GPUs: 2.5 times as fast as one, and where
+    # they weigh least. The shorter gets them, the other the two that are left: 1.82 times as fast.
+    assert ends([100, 120], 0.1, 5) == [40, 67]
+
+
 @pytest.mark.parametrize(
-    "policy", ["gavel-max-min", "gavel-makespan", "gavel-ftf", "gavel-packed", "allox"]
+    "policy", ["gavel-max-min", "gavel-makespan", "gavel-ftf", "gavel-packed", "allox", "heet"]
 )
 def test_a_job_wider_than_every_kind_runs_all_the_same(policy):
     jobs = [Job("narrow", 1, 0, 100), Job("wide", 3, 0, 100), Job("late", 1, 5, 100)]

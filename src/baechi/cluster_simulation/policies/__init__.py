@@ -19,12 +19,14 @@ from baechi.cluster_simulation.policies.fifo import Fifo, FitJobFirst
 from baechi.cluster_simulation.policies.finish_time_fairness import FinishTimeFairness
 from baechi.cluster_simulation.policies.gandiva_fair import GandivaFair
 from baechi.cluster_simulation.policies.gavel import Gavel
+from baechi.cluster_simulation.policies.heet import Heet
 from baechi.cluster_simulation.policies.hived import HiveD
 from baechi.cluster_simulation.policies.iadeep import IADeep
 from baechi.cluster_simulation.policies.lyra import Lyra
 from baechi.cluster_simulation.policies.miger import Miger
 from baechi.cluster_simulation.policies.muri import Muri
 from baechi.cluster_simulation.policies.muxflow import MuxFlow
+from baechi.cluster_simulation.policies.ones import Ones
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pal import Pal
 from baechi.cluster_simulation.policies.pollux import Pollux
@@ -86,6 +88,8 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "miger": Miger,
     "iadeep": IADeep,
     "clockwork": Clockwork,
+    "heet": Heet,
+    "ones": Ones,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -103,6 +107,7 @@ DEFAULTS: Final = {
             *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
             *("optimus", "pollux", "elastic-srjf"),
             *("hived", "tiresias-skew", "dally", "pal", "lyra", "clockwork"),
+            *("heet", "ones"),
         ),
         ("best-fit", "exclusive"),
     ),
