@@ -112,6 +112,24 @@ def test_all_policies_are_compared(run, tmp_path):
     assert [policy for policy, _ in shown] == sorted(POLICIES, key=means.__getitem__)
 
 
+def test_energy_is_told_where_gpus_have_watts(run, tmp_path):
+    pytest.importorskip("plotly")
+    result = run("--policy", "all", "--watts", "36:36000", "--power-budget", "20000")
+    assert "kWh" in result.output
+    rows = table(tmp_path / "out" / "comparison.csv")
+    energy = {row[0]: float(row[rows[0].index("energy_kwh")]) for row in rows[1:]}
+    # Four GPUs, 160 s, and 100 + 200 + 20 s of one that is busy.
+    assert energy["fifo"] == pytest.approx((4 * 160 * 0.036 + 320 * 36) / 3600)
+    assert energy["powerflow"] < energy["optimus"]
+    page = (tmp_path / "out" / "plot.html").read_text()
+    assert "<th>energy kwh</th>" in page
+    for text in ("60", "60:", "a:b", "1:2:3"):
+        result = run("--watts", text, code=2)
+        assert f"--watts '{text}' cannot be read; write 60:240" in " ".join(result.output.split())
+    run("--policy", "fifo")
+    assert "energy_kwh" not in json.loads((tmp_path / "out" / "summary.json").read_text())
+
+
 def test_a_policy_that_never_ends_is_left_out_of_the_comparison(run, tmp_path):
     long = "job_id,num_gpu,submit_time,duration\na,4,0,1000\nb,4,0,1000\n"
     (tmp_path / "trace.csv").write_text(long)

@@ -81,6 +81,18 @@ def cluster(
             "their work that is serial."
         ),
     ] = None,
+    watts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IDLE:BUSY",
+            help="What a GPU draws idle, and what more when it is busy, such as 60:240; results "
+            "then have the energy.",
+        ),
+    ] = None,
+    power_budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Watts that all GPUs may draw in the mean under powerflow."),
+    ] = None,
     preempt_cost: Annotated[int, typer.Option(min=0, help="Work lost when preempted.")] = 0,
     restart_cost: Annotated[int, typer.Option(min=0, help="Work that going on costs.")] = 0,
     compat: Annotated[
@@ -129,13 +141,17 @@ def cluster(
 
     names = POLICIES if policy == "all" else (policy,)
     samples = None if gittins_samples is None else _samples(gittins_samples)
-    policies = [policy_named(name, compat=compat, samples=samples) for name in names]
+    policies = [
+        policy_named(name, compat=compat, samples=samples, budget_w=power_budget) for name in names
+    ]
     chosen = [_usual(scheme, sharing, DEFAULTS.get(name)) for name in names]
     schemes = [scheme_named(where) for where, _ in chosen]
     sharings = [sharing_named(how, packing) for _, how in chosen]
     size = None if memory is None else parse_bytes(memory, what="--memory")
     pieces = tuple(_slice(text) for text in slices or [])
-    fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces)
+    fleet = Fleet.uniform(
+        switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces, watts=_watts(watts)
+    )
     known = read_trace(trace, format, malformed=malformed)
     if out.exists() and not out.is_dir():
         raise InputError(f"cannot write to {out}: it is no folder.")
@@ -225,6 +241,16 @@ def _slice(text: str) -> "Slice":
     return Slice(int(share), parse_bytes(memory, what=f"slice {text!r}") if colon else None)
 
 
+def _watts(text: str | None) -> tuple[int, int]:
+    """What a GPU draws, as it is written on the command line."""
+    if text is None:
+        return 0, 0
+    idle, _, busy = text.partition(":")
+    if not all(part.isascii() and part.isdecimal() and len(part) < 9 for part in (idle, busy)):
+        raise InputError(f"--watts {text!r} cannot be read; write 60:240.")
+    return int(idle), int(busy)
+
+
 def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
     """The jobs, each with the graph of its model where the folder has it."""
     if not folder.is_dir():
@@ -274,12 +300,16 @@ def _report(results: "Sequence[SimulationResult]") -> None:
     table.add_column("policy", no_wrap=True)
     for column in ("jobs", "mean JCT", "median", "p99", "makespan", "preempted", "use"):
         table.add_column(column, justify="right", no_wrap=True)
+    energy = any(result.milliwatt_ticks is not None for result in results)
+    if energy:
+        table.add_column("kWh", justify="right", no_wrap=True)
     for result in results:
         row = summary(result)
         times = [_number(row[key]) for key in ("mean_jct", "median_jct", "p99_jct", "makespan")]
         use = "-" if row["utilization"] is None else f"{row['utilization']:.1%}"
         count = str(row["completed"])
-        table.add_row(result.policy, count, *times, str(row["preemptions"]), use)
+        drawn = [f"{row['energy_kwh']:.1f}"] if energy else []
+        table.add_row(result.policy, count, *times, str(row["preemptions"]), use, *drawn)
     show(table)
     refused: dict[str, str] = {}  # by the first policy whose scheme does
     for result in results:

@@ -8,9 +8,9 @@ from itertools import groupby
 from random import Random
 from typing import Final, final
 
-from baechi.cluster_simulation.jobs import WHOLE, WORK, Grant, Job, JobRun, Part, Sharing
+from baechi.cluster_simulation.jobs import WHOLE, WORK, Grant, Job, JobRun, Part, Sharing, draw
 from baechi.errors import InputError
-from baechi.validation import check_positive
+from baechi.validation import check_count, check_positive
 
 MAX_GPUS: Final = 1_000_000  # some gigabytes of them
 
@@ -27,6 +27,8 @@ class Gpu:
         kind: The kind of hardware, as named in `OpGraph.times`.
         held_bytes: What others hold of its memory all the time; not the jobs that are simulated.
             What they take of its compute is missing in `share`.
+        watts: What it draws idle, and what more when it is busy at its full clock; zeros where
+            power is not modeled.
     """
 
     node: int
@@ -36,6 +38,7 @@ class Gpu:
     share: int = WHOLE
     kind: str = ""
     held_bytes: int = 0
+    watts: tuple[int, int] = (0, 0)
 
     @property
     def free_bytes(self) -> int | None:
@@ -84,6 +87,8 @@ class Fleet:
                     f"others hold {gpu.held_bytes} bytes of GPU {index}, which has "
                     f"{gpu.memory_bytes}; give its memory, and not more than that."
                 )
+            for watts in gpu.watts:
+                check_count(watts, f"the watts of GPU {index}")
 
     @staticmethod
     def uniform(
@@ -95,6 +100,7 @@ class Fleet:
         speed: int = WHOLE,
         kind: str = "",
         slices: tuple[Slice, ...] = (),
+        watts: tuple[int, int] = (0, 0),
     ) -> "Fleet":
         """`switches` of `nodes` each of `gpus_per_node` GPUs, each GPU cut into `slices` if given.
 
@@ -126,9 +132,9 @@ class Fleet:
         pieces = slices or (Slice(WHOLE, memory_bytes),)
         return Fleet(
             tuple(
-                Gpu(switch * nodes + node, switch, piece.memory_bytes, speed, piece.share, kind)
+                Gpu(node, switch, piece.memory_bytes, speed, piece.share, kind, watts=watts)
                 for switch in range(switches)
-                for node in range(nodes)
+                for node in range(switch * nodes, (switch + 1) * nodes)
                 for _ in range(gpus_per_node)
                 for piece in pieces
             )
@@ -151,6 +157,11 @@ class Fleet:
             list(row) for _, row in groupby(range(len(self.gpus)), key=self.node_of.__getitem__)
         ]
 
+    @property
+    def idle_milliwatts(self) -> int:
+        """What all draw without jobs."""
+        return sum(WHOLE * gpu.watts[0] for gpu in self.gpus)
+
     @cached_property
     def gpus_per_node(self) -> int:
         """GPUs of the largest node."""
@@ -162,11 +173,14 @@ class DeviceCounter:
     """Counts free GPUs, as the published simulators' scheme `count`: GPUs are not told apart."""
 
     held_bytes = 0
+    milliwatt_ticks = 0
 
     def __init__(self, fleet: Fleet) -> None:
         self.total = self.free = len(fleet.gpus)
         self._nodes = fleet.nodes
         self._per_node = fleet.gpus_per_node
+        self._busy_watts = fleet.gpus[0].watts[1]
+        self.milliwatts = fleet.idle_milliwatts
 
     def place(self, job: Job) -> Grant | None:
         """The job's grant if enough are free; changes nothing."""
@@ -176,10 +190,12 @@ class DeviceCounter:
         """Gives GPUs to a job."""
         del grant
         self.free -= run.job.gpus
+        self.milliwatts += self._busy_watts * run.job.compute * run.job.gpus
 
     def give(self, run: JobRun) -> None:
         """Takes its GPUs from a job."""
         self.free += run.job.gpus
+        self.milliwatts -= self._busy_watts * run.job.compute * run.job.gpus
 
     def rate(self, grant: Grant, *, joins: bool = False) -> int:
         """The work per tick of a whole GPU."""
@@ -208,6 +224,8 @@ class DeviceStates:
         memo: Answers of schemes; may be shared with other simulations.
         refused: Requests of this simulation that schemes found no room for.
         held_bytes: The memory that jobs hold, where it is modeled.
+        milliwatts: What all GPUs draw, where it is modeled.
+        milliwatt_ticks: What they have drawn, times how long.
         among: The GPUs that schemes may choose among, while a policy wants some; else all.
         wanted: How many GPUs a policy wants for a job, if it chooses sizes; else 0.
     """
@@ -237,6 +255,9 @@ class DeviceStates:
         self._size = Counter(fleet.node_of)
         self._ample = self.memory_left.count(None) == len(fleet.gpus)  # memory is not modeled
         self._busy = [0] * fleet.nodes  # GPUs of every node
+        self.milliwatts, self.milliwatt_ticks = fleet.idle_milliwatts, 0
+        self._drawn = [0] * len(fleet.gpus)  # what jobs want of `watts`, in thousandths
+        self._powered = any(gpu.watts[1] for gpu in fleet.gpus)
 
     @property
     def free(self) -> int:
@@ -321,15 +342,25 @@ class DeviceStates:
             self.owners[gpu].append(run.index)
             self.parts[gpu].append(part)
             self._use_memory(gpu, part.memory_bytes)
+            self._use_power(gpu, part, run.clock, 1)
 
     def give(self, run: JobRun) -> None:
         """Takes the parts of a job off its GPUs."""
         for gpu in run.grant.gpus:
             place = self.owners[gpu].index(run.index)
             del self.owners[gpu][place]
-            self._use_memory(gpu, -self.parts[gpu].pop(place).memory_bytes)
+            part = self.parts[gpu].pop(place)
+            self._use_memory(gpu, -part.memory_bytes)
+            self._use_power(gpu, part, run.clock, -1)
             if not self.owners[gpu]:
                 self._busy[self.fleet.gpus[gpu].node] -= 1
+
+    def set_clock(self, run: JobRun, clock: int) -> None:
+        """Sets the clock of the GPUs of a running job."""
+        for change in (-1, 1):
+            for gpu, part in zip(run.grant.gpus, run.grant.parts, strict=True):
+                self._use_power(gpu, part, run.clock, change)
+            run.clock = clock
 
     def rate(self, grant: Grant, *, joins: bool = False) -> int:
         """Its work per tick among those on its GPUs, or if it joined them: the slowest GPU's."""
@@ -355,6 +386,13 @@ class DeviceStates:
         if left is not None:
             self.memory_left[gpu] = left - nbytes
             self.held_bytes += nbytes
+
+    def _use_power(self, gpu: int, part: Part, clock: int, change: int) -> None:
+        if self._powered:
+            before = self._drawn[gpu]
+            after = self._drawn[gpu] = before + change * draw(part.compute, clock)
+            more = min(WHOLE, after) - min(WHOLE, before)
+            self.milliwatts += self.fleet.gpus[gpu].watts[1] * more
 
 
 FreeDevices = DeviceCounter | DeviceStates

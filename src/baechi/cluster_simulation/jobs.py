@@ -212,6 +212,22 @@ class Job:
         return *asked, *parts, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
 
 
+def clocked(rate: int, compute: int, clock: int) -> int:
+    """A rate at a clock below the full one: the time in which the GPU is busy grows as it falls.
+
+    Args:
+        rate: At the full clock.
+        compute: `Job.compute`.
+        clock: In thousandths of the full one.
+    """
+    return rate * WHOLE * clock // (compute * WHOLE + (WHOLE - compute) * clock)
+
+
+def draw(compute: int, clock: int) -> int:
+    """What a job draws of a GPU's `watts`, in thousandths: by the cube of the clock while busy."""
+    return clocked(compute, compute, clock) * clock**2 // WHOLE**2
+
+
 def amdahl(gpus: int, most: int, serial: float) -> tuple[int, ...]:
     """The curve of a job of `gpus` of which a part is serial, up to `most` GPUs: Amdahl's law.
 
@@ -256,6 +272,7 @@ class JobRun:
         start_time: As in `Outcome`; -1 before, as is `end_time`.
         resume: How often it got GPUs.
         promote: The policy counts these.
+        clock: The clock of its GPUs, in thousandths of the full one; a policy sets it.
         rate: Its work per tick while it runs.
         asked: The size of the allocation that it has, where a policy allocates.
         version: Counts changes of its end: an event of an older one is stale.
@@ -272,6 +289,7 @@ class JobRun:
     resume: int = 0
     promote: int = 0
     overhead: int = 0
+    clock: int = WHOLE
     rate: int = 0
     asked: int = 0
     version: int = 0

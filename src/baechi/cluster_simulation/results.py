@@ -52,6 +52,7 @@ class SimulationResult:
         rows: The cluster after every event, in the columns of `ROW`.
         memory_bytes: The memory of all GPUs that others leave; 0 where it is not modeled.
         byte_ticks: The memory that jobs held, times how long.
+        milliwatt_ticks: What all GPUs drew, times how long; `None` where it is not modeled.
     """
 
     policy: str
@@ -61,6 +62,7 @@ class SimulationResult:
     rows: tuple[tuple[int, ...], ...]
     memory_bytes: int = 0
     byte_ticks: int = 0
+    milliwatt_ticks: int | None = None
 
 
 def job_csv(result: SimulationResult) -> str:
@@ -80,6 +82,7 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     `p99_jct` is the smallest time that 99 % of the jobs did not exceed; `makespan` is from the
     first arrival to the last end; `utilization` is the part of the GPU-time in between that was
     held, `memory_utilization` that of memory. Figures that no job contributes to are `None`.
+    `energy_kwh` is there where power is modeled; a tick is a second for it.
     """
     outcomes = result.outcomes
     times = sorted(outcome.completion_time for outcome in outcomes)
@@ -89,6 +92,8 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     busy = ROW.index("busy_gpu")
     held = sum(row[busy] * (after[0] - row[0]) for row, after in pairwise(result.rows))
     gpu_ticks, byte_ticks = makespan * result.gpus, makespan * result.memory_bytes
+    drawn = result.milliwatt_ticks
+    energy = {} if drawn is None else {"energy_kwh": drawn / 3.6e9}
     return {
         "policy": result.policy,
         "gpus": result.gpus,
@@ -103,6 +108,7 @@ def summary(result: SimulationResult) -> dict[str, Any]:
         "preemptions": sum(outcome.preempt for outcome in outcomes),
         "utilization": held / gpu_ticks if gpu_ticks else None,
         "memory_utilization": result.byte_ticks / byte_ticks if byte_ticks else None,
+        **energy,
     }
 
 
@@ -189,6 +195,7 @@ _SHOWN: Final = {
     "makespan": "{:,}",
     "preemptions": "{:,}",
     "utilization": "{:.1%}",
+    "energy_kwh": "{:,.1f}",
 }
 _STYLE: Final = (
     "table{font:14px sans-serif;border-collapse:collapse;margin:1em}"
@@ -201,10 +208,13 @@ def _html_table(results: Sequence[SimulationResult]) -> str:
     """A row per policy, the least mean completion time first."""
     rows = [summary(result) for result in results]
     rows.sort(key=lambda row: (row["mean_jct"] is None, row["mean_jct"]))
-    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in ("policy", *_SHOWN))
+    written = {key: text for key, text in _SHOWN.items() if not rows or key in rows[0]}
+    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in ("policy", *written))
     lines = [f"<style>{_STYLE}</style><table><tr>{head}</tr>"]
     for row in rows:
-        shown = ("-" if row[key] is None else text.format(row[key]) for key, text in _SHOWN.items())
+        shown = (
+            "-" if row[key] is None else text.format(row[key]) for key, text in written.items()
+        )
         cells = "".join(f"<td>{cell}</td>" for cell in (escape(row["policy"]), *shown))
         lines.append(f"<tr>{cells}</tr>")
     return "\n".join([*lines, "</table>"])

@@ -22,6 +22,7 @@ from baechi.cluster_simulation.jobs import (
     JobRun,
     Refusal,
     Sharing,
+    clocked,
 )
 from baechi.cluster_simulation.placement_schemes import FirstFit, Scheme
 from baechi.cluster_simulation.policy_support.allocation import (
@@ -72,8 +73,9 @@ def simulate_cluster(
         progress: Called with the jobs that are done and all jobs, after events.
 
     Raises:
-        InputError: Two jobs of one name, or GPUs that are shared, slices or of another speed where
-            they are only counted, or a policy under which nothing starts or ends any more.
+        InputError: Two jobs of one name, or GPUs that are shared, slices or of another speed or
+            power where they are only counted, or a policy under which nothing starts or ends any
+            more.
     """
     check_count(preempt_cost, "preempt_cost")
     check_count(restart_cost, "restart_cost")
@@ -86,11 +88,13 @@ def simulate_cluster(
     if scheme is None and isinstance(policy, AllocatingPolicy):
         scheme = FirstFit()  # as counting: any GPU will do, and the policy tells them apart
     chooses = None if scheme is None or policy.counts else scheme.place
-    whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
+    alike = len({gpu.watts for gpu in fleet.gpus}) == 1
+    whole = alike and all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
     if chooses is None and (shared.most > 1 or not whole):
         raise InputError(
             "counting tells no GPU from another and takes each for a whole one of speed 1, so jobs "
-            "cannot share one, and none may be a slice: give a scheme, such as least-loaded."
+            "cannot share one, and none may be a slice or draw other power: give a scheme, such as "
+            "least-loaded."
         )
     known: dict[object, Grant | None] = {} if memo is None else memo
 
@@ -105,14 +109,14 @@ def simulate_cluster(
     policy.gpus = gpus
     events = policy.events(admitted, [row.job for row in refused])
     cost = preempt_cost + restart_cost
-    simulation = _Simulation(policy, empty(), admitted, events, cost, interruption)
+    devices = empty()
+    simulation = _Simulation(policy, devices, admitted, events, cost, interruption)
     simulation.run(progress)
     outcomes = tuple(run.outcome(resumes=policy.preemptive) for run in simulation.done)
     memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
-    rows, byte_ticks = tuple(simulation.rows), simulation.byte_ticks
-    return SimulationResult(
-        policy.name, gpus, outcomes, tuple(refused), rows, memory_bytes, byte_ticks
-    )
+    drawn = devices.milliwatt_ticks if any(any(gpu.watts) for gpu in fleet.gpus) else None
+    rows, ticks = tuple(simulation.rows), (simulation.byte_ticks, drawn)
+    return SimulationResult(policy.name, gpus, outcomes, tuple(refused), rows, memory_bytes, *ticks)
 
 
 def _admission(
@@ -184,7 +188,9 @@ class _Simulation:
         now = self._events.arrival or 0
         place = 0
         while (moment := self._next()) is not None:
-            self.byte_ticks += self._devices.held_bytes * max(0, moment - now)
+            passed = max(0, moment - now)
+            self.byte_ticks += self._devices.held_bytes * passed
+            self._devices.milliwatt_ticks += self._devices.milliwatts * passed
             before, now = now, max(now, moment)
             first = place
             while place < len(runs) and runs[place].job.submit_time <= now:
@@ -396,6 +402,9 @@ class _Simulation:
         for allocation in allocations:
             run, other = allocation.run, allocation.beside
             if run.index in kept:
+                if run.clock != allocation.clock:
+                    devices.set_clock(run, allocation.clock)
+                    self._pace(run, now)
                 continue
             grant = None
             if other is not None and (other.index in placed or other.index in kept):
@@ -410,6 +419,7 @@ class _Simulation:
                 idle -= len(grant.gpus) if grant is not None else 0
             if grant is not None:
                 placed[run.index] = run, grant
+                run.clock = allocation.clock
                 devices.take(run, grant)
                 run.asked = allocation.size
         self._book(away, list(placed.values()), now)
@@ -455,6 +465,8 @@ class _Simulation:
         for run, grant in placed:
             if run.index not in same:
                 self._mark_started(run, grant, now)
+            else:
+                self._pace(run, now)  # the clock may have changed
         if self._shared is not None:
             owners = self._shared.owners
             for index in sorted({owner for gpu in left for owner in owners[gpu]}):
@@ -517,6 +529,8 @@ class _Simulation:
     def _pace(self, run: JobRun, now: int) -> None:
         """The rate of a running job, and its end with it."""
         rate = self._devices.rate(run.grant)
+        if run.clock != WHOLE:
+            rate = max(1, clocked(rate, run.job.compute, run.clock))
         if rate != run.rate:
             run.settle(now)
             run.rate = rate

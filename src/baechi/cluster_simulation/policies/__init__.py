@@ -30,6 +30,7 @@ from baechi.cluster_simulation.policies.ones import Ones
 from baechi.cluster_simulation.policies.optimus import Optimus
 from baechi.cluster_simulation.policies.pal import Pal
 from baechi.cluster_simulation.policies.pollux import Pollux
+from baechi.cluster_simulation.policies.powerflow import PowerFlow
 from baechi.cluster_simulation.policies.priority import Priority
 from baechi.cluster_simulation.policies.shortest_time import ShortestTime
 from baechi.cluster_simulation.policies.sjf_bsbf import SjfBsbf
@@ -90,6 +91,7 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "clockwork": Clockwork,
     "heet": Heet,
     "ones": Ones,
+    "powerflow": PowerFlow,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -107,7 +109,7 @@ DEFAULTS: Final = {
             *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
             *("optimus", "pollux", "elastic-srjf"),
             *("hived", "tiresias-skew", "dally", "pal", "lyra", "clockwork"),
-            *("heet", "ones"),
+            *("heet", "ones", "powerflow"),
         ),
         ("best-fit", "exclusive"),
     ),
@@ -145,7 +147,11 @@ SHARINGS: Final = tuple(_SHARINGS)
 
 
 def policy_named(
-    name: str, *, compat: str | None = None, samples: Sequence[int] | None = None
+    name: str,
+    *,
+    compat: str | None = None,
+    samples: Sequence[int] | None = None,
+    budget_w: int | None = None,
 ) -> Policy:
     """A policy by its name; `dlas-gpu-4` is `dlas-gpu` with promotion after 4 times its run.
 
@@ -155,6 +161,7 @@ def policy_named(
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
             that `policies/tiresias.py` and `policy_support/published_simulator.py` have.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
+        budget_w: What `powerflow` lets all GPUs draw, in watts.
 
     Raises:
         InputError: An unknown name or compatibility.
@@ -173,6 +180,8 @@ def policy_named(
         options = {"promote": _PROMOTE[suffix] if promotes else 0, "compat": compat is not None}
     if base == "dlas-gpu-gittins":
         options["samples"] = sampled_gpu_times() if samples is None else samples
+    if base == "powerflow":
+        options["budget_w"] = budget_w
     return _POLICIES[base](**options)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import ClassVar, final
 
-from baechi.cluster_simulation.jobs import JobRun
+from baechi.cluster_simulation.jobs import WHOLE, JobRun
 from baechi.cluster_simulation.policy_support.policy import Policy
 from baechi.cluster_simulation.policy_support.predictions import Predictions
 from baechi.validation import check_positive
@@ -32,12 +32,14 @@ class Allocation:
         gpus: So many; `Job.gpus` if 0.
         among: Some of these; of all GPUs if absent.
         beside: On just the GPUs of this job, whose allocation comes before.
+        clock: Of its GPUs, in thousandths of the full one. To change it preempts nobody.
     """
 
     run: JobRun
     gpus: int = 0
     among: tuple[int, ...] | None = None
     beside: JobRun | None = None
+    clock: int = WHOLE
 
     @property
     def size(self) -> int:
@@ -76,7 +78,7 @@ class ClusterView(Predictions):
         )
         for run in by_start:
             gpus = run.grant.gpus
-            allocations.append(Allocation(run, run.asked, gpus, first.get(gpus)))
+            allocations.append(Allocation(run, run.asked, gpus, first.get(gpus), run.clock))
             first.setdefault(gpus, run)
         return allocations
 
