@@ -64,7 +64,7 @@ FIRST: Final = "fjf"  # the first that fits, which all are compared with
 OWNERS: Final = 4
 LEFT_OUT: Final = ("muri-s", "muri-l", "miger")
 # They choose how many GPUs a job has; a user's own split is for as many as the user asks for.
-SIZES: Final = ("optimus", "pollux", "elastic-srjf", "lyra")
+SIZES: Final = ("optimus", "pollux", "elastic-srjf", "lyra", "heet", "ones", "powerflow")
 
 
 @final

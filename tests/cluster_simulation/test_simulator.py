@@ -222,11 +222,16 @@ def test_work_in_is_work_out(policy, watched, monkeypatch):
         st.sampled_from([0, 5]),
         st.sampled_from(SHARINGS),
         st.sampled_from(["best-fit", "consolidated", "baechi"]),
+        st.booleans(),
     )
     @settings(max_examples=10, deadline=None)
-    def check(jobs, fleet, cost, sharing, scheme):
+    def check(jobs, fleet, cost, sharing, scheme, contention):
         arguments = (jobs, fleet, policy_named(policy), scheme_named(scheme))
-        options = {"sharing": sharing_named(sharing, 3), "restart_cost": cost}
+        options = {
+            "sharing": sharing_named(sharing, 3),
+            "restart_cost": cost,
+            "contention": contention,
+        }
         watched.clear()
         done.clear()
         result = simulate_cluster(*arguments, **options)

@@ -326,13 +326,16 @@ class DeviceStates:
         if not (job.kinds or job.curve) and job.across == (WHOLE, WHOLE):
             return grant
         gpus = [self.fleet.gpus[gpu] for gpu in grant.gpus]
-        rate = grant.rate * min(job.speed_on(gpu.kind) for gpu in gpus) // WHOLE
-        if job.graph is None:
+        rate, sending = grant.rate * min(job.speed_on(gpu.kind) for gpu in gpus) // WHOLE, 0
+        if job.graph is not None:
+            sending = grant.sending
+        else:
             if job.curve:
                 rate = rate * job.curve[len(gpus) - 1] // WHOLE
             if len({gpu.node for gpu in gpus}) > 1:
-                rate = rate * job.across[len({gpu.switch for gpu in gpus}) > 1] // WHOLE
-        return Grant(grant.gpus, grant.parts, max(1, rate))
+                near = job.across[len({gpu.switch for gpu in gpus}) > 1]
+                rate, sending = rate * near // WHOLE, max(0, WHOLE - near)
+        return Grant(grant.gpus, grant.parts, max(1, rate), sending)
 
     def take(self, run: JobRun, grant: Grant) -> None:
         """Puts the parts of a job on GPUs."""

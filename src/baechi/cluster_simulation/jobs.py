@@ -252,11 +252,13 @@ class Grant:
         gpus: Their indices; empty where they are only counted.
         parts: Its share of each of them.
         rate: Work per tick on whole GPUs: below `WORK` where being split slows the job down.
+        sending: The part of its time that it sends on the uplinks of its nodes, in thousandths.
     """
 
     gpus: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     rate: int = WORK
+    sending: int = 0
 
 
 @final
@@ -273,6 +275,7 @@ class JobRun:
         resume: How often it got GPUs.
         promote: The policy counts these.
         clock: The clock of its GPUs, in thousandths of the full one; a policy sets it.
+        slowed: What jobs on its links leave of its rate, in thousandths, where that is modeled.
         rate: Its work per tick while it runs.
         asked: The size of the allocation that it has, where a policy allocates.
         version: Counts changes of its end: an event of an older one is stale.
@@ -290,6 +293,7 @@ class JobRun:
     promote: int = 0
     overhead: int = 0
     clock: int = WHOLE
+    slowed: int = WHOLE
     rate: int = 0
     asked: int = 0
     version: int = 0

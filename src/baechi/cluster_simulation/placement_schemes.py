@@ -365,4 +365,11 @@ def _granted(
     # Speeds are in the predicted step; `DeviceStates.rate` multiplies by the slowest once more.
     slowest = min(left[place].gpu.speed for place in used)
     rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
-    return Grant(tuple(used), parts, max(1, rate))
+    # As if nothing of the step were computed while a tensor is between nodes.
+    sending_ns = sum(
+        row.end_ns - row.start_ns
+        for row in schedule.transfers
+        if left[row.src].gpu.node != left[row.dst].gpu.node
+    )
+    sending = min(WHOLE, WHOLE * sending_ns // step_ns)
+    return Grant(tuple(used), parts, max(1, rate), sending)

@@ -24,6 +24,7 @@ from baechi.cluster_simulation.jobs import (
     Sharing,
     clocked,
 )
+from baechi.cluster_simulation.links import Uplinks
 from baechi.cluster_simulation.placement_schemes import FirstFit, Scheme
 from baechi.cluster_simulation.policy_support.allocation import (
     AllocatingPolicy,
@@ -51,6 +52,7 @@ def simulate_cluster(
     preempt_cost: int = 0,
     restart_cost: int = 0,
     interruption: Callable[[Sequence[Job]], int] | None = None,
+    contention: bool = False,
     seed: int = 0,
     memo: dict[object, Grant | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -67,6 +69,8 @@ def simulate_cluster(
         restart_cost: Ticks of work that a restart costs.
         interruption: Ticks that a running job loses between an event and the next, unless it ends
             there, by the jobs on its GPUs: `interleaving.interruption` is as in Muri's simulator.
+        contention: Whether jobs slow each other down on the uplinks of nodes and switches
+            (`links.py`); else each has them for itself.
         seed: For schemes that draw.
         memo: A cache of placements of the jobs' graphs; given again to a simulation of jobs with
             the same graphs, it saves their computation and changes nothing.
@@ -90,11 +94,11 @@ def simulate_cluster(
     chooses = None if scheme is None or policy.counts else scheme.place
     alike = len({gpu.watts for gpu in fleet.gpus}) == 1
     whole = alike and all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
-    if chooses is None and (shared.most > 1 or not whole):
+    if chooses is None and (shared.most > 1 or not whole or contention):
         raise InputError(
             "counting tells no GPU from another and takes each for a whole one of speed 1, so jobs "
-            "cannot share one, and none may be a slice or draw other power: give a scheme, such as "
-            "least-loaded."
+            "cannot share one, and none may be a slice, draw other power or have links: give a "
+            "scheme, such as least-loaded."
         )
     known: dict[object, Grant | None] = {} if memo is None else memo
 
@@ -110,7 +114,8 @@ def simulate_cluster(
     events = policy.events(admitted, [row.job for row in refused])
     cost = preempt_cost + restart_cost
     devices = empty()
-    simulation = _Simulation(policy, devices, admitted, events, cost, interruption)
+    links = Uplinks(fleet, policy) if contention else None
+    simulation = _Simulation(policy, devices, admitted, events, cost, interruption, links)
     simulation.run(progress)
     outcomes = tuple(run.outcome(resumes=policy.preemptive) for run in simulation.done)
     memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
@@ -156,7 +161,9 @@ class _Simulation:
         events: Events,
         restart_cost: int,
         interruption: Callable[[Sequence[Job]], int] | None,
+        links: Uplinks | None,
     ) -> None:
+        self._links = links
         self._interruption = interruption
         self.done: list[JobRun] = []
         self.rows: list[tuple[int, ...]] = []
@@ -202,6 +209,8 @@ class _Simulation:
             if self._interruption is not None:
                 self._interrupt(self._interruption, now, now - before)
             self._decide(now, arrived, ended)
+            for run in self._links.share(self._running.values()) if self._links else ():
+                self._pace(run, now)
             if self._waiting and not self._running and place == len(runs) and self._wake is None:
                 raise InputError(
                     f"policy {name!r} leaves {self._waiting} jobs waiting on an idle "
@@ -499,7 +508,7 @@ class _Simulation:
         run.running = True
         run.grant = grant
         run.resume += 1
-        run.rate = 0
+        run.rate, run.slowed = 0, WHOLE
         self._running[run.index] = run
         self._waiting -= 1
         self._pace(run, now)
@@ -531,6 +540,8 @@ class _Simulation:
         rate = self._devices.rate(run.grant)
         if run.clock != WHOLE:
             rate = max(1, clocked(rate, run.job.compute, run.clock))
+        if run.slowed != WHOLE:
+            rate = max(1, rate * run.slowed // WHOLE)
         if rate != run.rate:
             run.settle(now)
             run.rate = rate

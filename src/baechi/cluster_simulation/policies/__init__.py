@@ -10,6 +10,7 @@ from baechi.cluster_simulation.policies.allox import AlloX
 from baechi.cluster_simulation.policies.antman import AntMan, Opportunistic
 from baechi.cluster_simulation.policies.backfill import Backfill
 from baechi.cluster_simulation.policies.clockwork import Clockwork
+from baechi.cluster_simulation.policies.crux import Crux
 from baechi.cluster_simulation.policies.dally import Dally
 from baechi.cluster_simulation.policies.delay_relaxation import DelayRelaxation
 from baechi.cluster_simulation.policies.elastic_srjf import ElasticSrjf
@@ -92,6 +93,7 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "heet": Heet,
     "ones": Ones,
     "powerflow": PowerFlow,
+    "crux": Crux,
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -109,7 +111,7 @@ DEFAULTS: Final = {
             *("gavel-max-min", "gavel-makespan", "gavel-ftf", "allox", "gandiva-fair"),
             *("optimus", "pollux", "elastic-srjf"),
             *("hived", "tiresias-skew", "dally", "pal", "lyra", "clockwork"),
-            *("heet", "ones", "powerflow"),
+            *("heet", "ones", "powerflow", "crux"),
         ),
         ("best-fit", "exclusive"),
     ),

@@ -79,6 +79,11 @@ class Policy(ABC):
         del runs, now
         return None
 
+    def urgency(self, run: JobRun) -> float:
+        """Whose flows go first on links that jobs share; those of equal urgency share alike."""
+        del run
+        return 0.0
+
     def accepts(self, offer: Offer) -> bool:
         """True if a job takes the GPUs that it is offered; if not, it waits for the next event."""
         del offer
