@@ -11,6 +11,11 @@ finds what it looks at.
 
 Each simulation runs in a process of its own, which tells its processor time, and a digest of what
 came out, by which two versions of the simulator can be compared.
+
+With `--watts 60:240` GPUs draw as much idle, and so much more when busy, and the energy is told;
+`--budget` is what `powerflow` lets all of them draw, in watts. With `--contention` jobs slow each
+other down on the uplinks of nodes, and those of the five models send for 10, 20, 30, 40 and 50 % of
+their steps across nodes.
 """
 
 import argparse
@@ -48,9 +53,9 @@ OWNERS = 10
 DAY = 86_400
 
 
-def fleet_of(gpus: int) -> Fleet:
+def fleet_of(gpus: int, per_node: int = 8, watts: tuple[int, int] = (0, 0)) -> Fleet:
     """Nodes of eight GPUs under four switches; every second node has the slower kind."""
-    fleet = Fleet.uniform(4, gpus // 32, 8, kind="fast")
+    fleet = Fleet.uniform(4, gpus // (4 * per_node), per_node, kind="fast", watts=watts)
     return Fleet(tuple(replace(gpu, kind="slow") if gpu.node % 2 else gpu for gpu in fleet.gpus))
 
 
@@ -96,17 +101,23 @@ def jobs_of(count: int, gpus: int, load: float, seed: int) -> list[Job]:
     return jobs
 
 
-def measured(policy: str, count: int, gpus: int, load: float, seed: int) -> dict[str, object]:
+def measured(policy: str, count: int, options: argparse.Namespace) -> dict[str, object]:
     """One simulation, in this process."""
     scheme, sharing = DEFAULTS.get(policy, ("count", "exclusive"))
-    jobs, fleet = jobs_of(count, gpus, load, seed), fleet_of(gpus)
+    idle, busy = map(int, options.watts.split(":"))
+    jobs = jobs_of(count, options.gpus, options.load, options.seed)
+    if options.contention:
+        rate_of = {model: 900 - 100 * place for place, model in enumerate(MODELS)}
+        jobs = [replace(job, across=(rate_of[job.model],) * 2) for job in jobs]
+    fleet = fleet_of(options.gpus, options.gpus_per_node, (idle, busy))
     begin = time.process_time()
     result = simulate_cluster(
         jobs,
         fleet,
-        policy_named(policy),
+        policy_named(policy, budget_w=options.budget),
         scheme_named(scheme),
         sharing=sharing_named(sharing, 2),
+        contention=options.contention,
     )
     seconds = time.process_time() - begin
     digest = hashlib.sha256((job_csv(result) + cluster_csv(result)).encode()).hexdigest()
@@ -117,6 +128,7 @@ def measured(policy: str, count: int, gpus: int, load: float, seed: int) -> dict
         "events": len(result.rows),
         "here": fmean(row[6] + row[7] for row in result.rows),
         "mean_jct": summary(result)["mean_jct"],
+        "energy_kwh": summary(result).get("energy_kwh"),
         "digest": digest[:12],
     }
 
@@ -141,17 +153,17 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=256)
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--watts", default="0:0", help="of a GPU, idle and beyond that when busy")
+    parser.add_argument("--budget", type=int, help="of powerflow, in watts")
+    parser.add_argument("--contention", action="store_true", help="on the uplinks of nodes")
     parser.add_argument("--limit", type=int, default=300, help="seconds for one simulation")
     parser.add_argument("--one", action="store_true", help="one simulation, told as JSON")
     options = parser.parse_args()
     names = POLICIES if options.policies == "all" else tuple(options.policies.split(","))
     if options.one:
         resource.setrlimit(resource.RLIMIT_CPU, (options.limit, options.limit))
-        print(
-            json.dumps(
-                measured(names[0], int(options.jobs), options.gpus, options.load, options.seed)
-            )
-        )
+        print(json.dumps(measured(names[0], int(options.jobs), options)))
         return
     print(json.dumps(environment()))
     print(
@@ -163,7 +175,13 @@ def main() -> None:
     )
     for name in names:
         for count in options.jobs.split(","):
-            same = (f"--{what}={getattr(options, what)}" for what in ("gpus", "load", "seed"))
+            kept = ("gpus", "load", "seed", "gpus_per_node", "watts", "budget")
+            same = [
+                f"--{what.replace('_', '-')}={getattr(options, what)}"
+                for what in kept
+                if getattr(options, what) is not None
+            ]
+            same += ["--contention"] * options.contention
             row = in_a_process([f"--policies={name}", f"--jobs={count}", *same], options.limit)
             if row is None:
                 print(f"{name:18}{count:>9}   more than {options.limit} s", flush=True)
@@ -171,7 +189,8 @@ def main() -> None:
             each = 1000 * float(row["seconds"]) / int(row["events"])
             print(
                 f"{name:18}{count:>9}{row['seconds']:>9.2f}{each:>10.3f}{row['events']:>10}"
-                f"{row['here']:>11.0f}{row['mean_jct']:>10.0f}  {row['digest']}",
+                f"{row['here']:>11.0f}{row['mean_jct']:>10.0f}  {row['digest']}"
+                + (f"{row['energy_kwh']:>8.0f} kWh" if row["energy_kwh"] is not None else ""),
                 flush=True,
             )
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from baechi import InputError, Op, OpGraph, Tensor
 from baechi.cluster_simulation.fleet import DeviceStates, Fleet
 from baechi.cluster_simulation.jobs import WHOLE, Exclusive, Job
-from baechi.cluster_simulation.links import stretches, uplinks
+from baechi.cluster_simulation.links import stretches
 from baechi.cluster_simulation.placement_schemes import Baechi, Spread
 from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.policies.fifo import Fifo
 from baechi.cluster_simulation.results import job_csv
 from baechi.cluster_simulation.simulator import simulate_cluster
 
-LINK = [("node", 0)]
+LINK = [0]
 
 
 def ends(jobs, policy, *, contention=True):
@@ -27,16 +27,9 @@ def ends(jobs, policy, *, contention=True):
     return {row.job.name: row.end_time for row in result.outcomes}
 
 
-def test_the_links_of_a_job_are_those_that_it_leaves_by():
-    fleet = Fleet.uniform(2, 2, 2)
-    assert uplinks(fleet, (0, 1)) == []
-    assert uplinks(fleet, (1, 2)) == [("node", 0), ("node", 1)]
-    assert uplinks(fleet, (3, 4)) == [("node", 1), ("node", 2), ("switch", 0), ("switch", 1)]
-
-
 def test_stretches_by_hand():
     assert stretches([0.5], [LINK], [0]) == [1]
-    assert stretches([0.5, 0.5], [LINK, [("node", 1)]], [0, 0]) == [1, 1]
+    assert stretches([0.5, 0.5], [LINK, [1]], [0, 0]) == [1, 1]
     # Who sends always has half of the link.
     assert stretches([1.0, 1.0], [LINK] * 2, [0, 0]) == [2, 2]
     # s = 1 + s / (1 + s) for two that send half of the time: the golden section.
@@ -58,7 +51,7 @@ def test_stretches_by_hand():
 )
 def test_no_link_carries_more_than_it_can(rows):
     sending = [part / WHOLE for part, _, _ in rows]
-    links = [[("node", place) for place in places] for _, places, _ in rows]
+    links = [places for _, places, _ in rows]
     urgency = [first for _, _, first in rows]
     found = stretches(sending, links, urgency)
     carried = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The uplinks of nodes and switches, and how much jobs that share them slow each other down.
+"""The uplinks of nodes, and how much jobs that share them slow each other down.
 
 Each job on a link computes and then sends, over and over. On a link of its own it sends for a part
 u of its step. Jobs of one urgency share a link alike, and those of a higher one send first:
@@ -10,7 +10,7 @@ u of its step. Jobs of one urgency share a link alike, and those of a higher one
 The first line is that of mean value analysis for a shared server, with all of the others' queues
 (so none is taken for shorter than it is), and Sevcik's for priorities ("Priority scheduling
 disciplines in queuing network models of computer systems", 1977). No link carries more than it can.
-A job has the stretch of its worst link.
+A job has the stretch of its worst link. Switches are taken to pass on all that their nodes send.
 """
 
 from collections import defaultdict
@@ -22,37 +22,27 @@ from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import WHOLE, JobRun
 from baechi.cluster_simulation.policy_support.policy import Policy
 
-_ROUNDS: Final = 16  # of the fixed point, which two jobs that only send need 1 of, and others few
-Link = tuple[str, int]
-
-
-def uplinks(fleet: Fleet, gpus: Sequence[int]) -> list[Link]:
-    """The links that a job on some GPUs sends on: none within a node."""
-    links: list[Link] = []
-    for what in ("node", "switch"):
-        places = sorted({getattr(fleet.gpus[gpu], what) for gpu in gpus})
-        links += [(what, place) for place in places if len(places) > 1]
-    return links
+_ROUNDS: Final = 16  # of the fixed point
 
 
 def stretches(
-    sending: Sequence[float], links: Sequence[Sequence[Link]], urgency: Sequence[float]
+    sending: Sequence[float], links: Sequence[Sequence[int]], urgency: Sequence[float]
 ) -> list[float]:
     """How many times as long each job sends, for others on its links.
 
     Args:
         sending: The part of its step that each job sends for when it is alone; below 1.
-        links: The links that it sends on.
+        links: The links that it sends on, at least one.
         urgency: Higher ones send first.
     """
     result = [1.0] * len(sending)
-    used: defaultdict[Link, float] = defaultdict(float)
+    used: defaultdict[int, float] = defaultdict(float)
     by_urgency = sorted(range(len(sending)), key=lambda job: (-urgency[job], job))
     for _, group in groupby(by_urgency, key=urgency.__getitem__):
         jobs = list(group)
         queue = dict.fromkeys(jobs, 0.0)
         for _ in range(_ROUNDS if len(jobs) > 1 else 1):
-            total: defaultdict[Link, float] = defaultdict(float)
+            total: defaultdict[int, float] = defaultdict(float)
             for job in jobs:
                 for link in links[job]:
                     total[link] += queue[job]
@@ -72,10 +62,10 @@ def _step(sending: float, stretch: float) -> float:
 
 @final
 class Uplinks:
-    """The links of a cluster, and the jobs that send on them."""
+    """The link of every node, and the jobs that send on them."""
 
     def __init__(self, fleet: Fleet, policy: Policy) -> None:
-        self._fleet = fleet
+        self._nodes = fleet.node_of
         self._policy = policy
         self._here: list[tuple[int, int]] = []
 
@@ -87,7 +77,7 @@ class Uplinks:
             return []
         self._here = here
         sending = [min(run.grant.sending, WHOLE - 1) / WHOLE for run in runs]
-        links = [uplinks(self._fleet, run.grant.gpus) for run in runs]
+        links = [sorted({self._nodes[gpu] for gpu in run.grant.gpus}) for run in runs]
         urgency = [self._policy.urgency(run) for run in runs]
         for run, part, many in zip(runs, sending, stretches(sending, links, urgency), strict=True):
             run.slowed = max(1, round(WHOLE / _step(part, many)))

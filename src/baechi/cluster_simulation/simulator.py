@@ -69,8 +69,8 @@ def simulate_cluster(
         restart_cost: Ticks of work that a restart costs.
         interruption: Ticks that a running job loses between an event and the next, unless it ends
             there, by the jobs on its GPUs: `interleaving.interruption` is as in Muri's simulator.
-        contention: Whether jobs slow each other down on the uplinks of nodes and switches
-            (`links.py`); else each has them for itself.
+        contention: Whether jobs slow each other down on the uplinks of nodes (`links.py`); else
+            each has them for itself.
         seed: For schemes that draw.
         memo: A cache of placements of the jobs' graphs; given again to a simulation of jobs with
             the same graphs, it saves their computation and changes nothing.
