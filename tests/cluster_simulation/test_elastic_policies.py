@@ -22,7 +22,7 @@ from baechi.cluster_simulation.policy_support.predictions import Rates
 from baechi.cluster_simulation.policy_support.server_loans import cheapest
 from baechi.cluster_simulation.simulator import simulate_cluster
 
-ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra", "heet")
+ELASTIC = ("optimus", "pollux", "elastic-srjf", "lyra", "heet", "powerflow")
 
 
 def view_of(jobs, gpus, now=0):
@@ -141,6 +141,12 @@ def test_ones_doubles_a_limit_in_every_round_that_a_job_runs():
     jobs = [Job("one", 1, 0, 900, curve=curve), Job("two", 1, 0, 900, curve=curve)]
     rows = simulate(jobs, Fleet.uniform(1, 1, 2), "ones")
     assert {row.end_time for row in rows.values()} == {900}
+    # So is a graph split further: 300 on one device, and what is left on two, twice as fast.
+    ops = tuple(Op(f"branch{i}", 1_000_000, persistent_bytes=10) for i in range(2))
+    job = Job("graph", 1, 0, 1000, graph=OpGraph(ops, ()), most_gpus=4)
+    fleet = Fleet.uniform(1, 1, 4, memory_bytes=100)
+    row = simulate_cluster([job], fleet, policy_named("ones"), Baechi()).outcomes[0]
+    assert (len(row.gpus), row.end_time) == (2, 300 + 700 // 2)
     # Who is preempted begins anew with what its user asks for.
     policy = Ones()
     view = view_of([Job("alone", 1, 0, 4500, curve=curve)], 8)
