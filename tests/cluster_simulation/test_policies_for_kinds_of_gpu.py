@@ -336,6 +336,15 @@ def test_a_job_wider_than_every_kind_runs_all_the_same(policy):
     assert len(rows) == 3
 
 
+def test_heet_moves_nobody_while_a_job_is_on_several_kinds():
+    jobs = [Job("wide", 3, 0, 900), Job("late", 1, 5, 700)]
+    rows = run(jobs, fleet(a=2, b=2), "heet")
+    assert {name: (row.end_time, row.preempt) for name, row in rows.items()} == {
+        "wide": (900, 0),
+        "late": (705, 0),
+    }
+
+
 def test_finish_time_fairness_is_the_least_in_few_programs(monkeypatch):
     calls = []
 

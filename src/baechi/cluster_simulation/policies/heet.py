@@ -49,8 +49,12 @@ class Heet(RoundPolicy):
     def decide(self, view: ClusterView) -> Sequence[Allocation]:
         """The places of a round."""
         runs = [run for run in view.runs if any(view.rates_on_kinds(run))]
-        if not runs or runs[0] is not view.runs[0]:
-            return [Allocation(run) for run in view.runs[:1]]  # on no single kind
+        oldest = view.runs[:1]
+        if runs[:1] != oldest:  # it has no room on a single kind
+            running = oldest[0].running
+            return [*view.kept(), *self.fill(view)] if running else [Allocation(oldest[0])]
+        if not runs:
+            return []
         runs = sorted(runs, key=lambda run: not run.running)[:_MOST]
         kinds = list(view.kinds.values())
         gpus = [len(of_kind) for of_kind in kinds]
