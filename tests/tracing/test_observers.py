@@ -190,15 +190,15 @@ class Remembers(nn.Module):
     def __init__(self, *, reads: bool) -> None:
         super().__init__()
         self.a, self.reads = nn.Linear(8, 8), reads
-        self.kept, self.notes = torch.zeros(4, 8), {}
+        self.scale, self.notes = 1.0, {}
         self.a.register_forward_hook(self.note)
 
     def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         del module, args
-        self.kept = self.notes["a"] = output.detach()
+        self.scale, self.notes["a"] = 2.0, output.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) + self.kept if self.reads else self.a(x)
+        return self.a(x) * self.scale if self.reads else self.a(x)
 
 
 def test_forward_must_not_read_what_an_observer_sets() -> None:
@@ -207,8 +207,55 @@ def test_forward_must_not_read_what_an_observer_sets() -> None:
         assert torch.equal(module(X), module.notes["a"])
     assert len(module._specializations) == 1
     module = placed.lazily(Remembers(reads=True), placer="single", training=False)
-    with pytest.raises(baechi.ExecutionError, match="sets 'kept' of a module, which forward reads"):
+    with pytest.raises(
+        baechi.ExecutionError, match="sets 'scale' of a module, which forward reads"
+    ):
         module(X)
+
+
+class Features(nn.Module):
+    """Reads what a hook keeps where no attribute of a module is set: in a closure."""
+
+    def __init__(self, *, returns: bool = False, in_place: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+        kept = {"a": torch.zeros(4, 8)} if in_place else {}
+        self.kept = lambda: kept["a"]
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            del module, args
+            if in_place:
+                kept["a"].copy_(output.detach())
+            else:
+                kept["a"] = output
+
+        def keep_and_return(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            keep(module, args, output)
+            return output
+
+        self.a.register_forward_hook(keep_and_return if returns else keep)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh()).sum() + self.kept().sum()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_forward_must_not_read_what_an_observer_keeps_anywhere(in_place: bool) -> None:
+    model = Features(in_place=in_place)
+    with torch.no_grad():
+        model(X)
+    module = at_random(model, (X,))
+    for _ in range(2):
+        with pytest.raises(baechi.ExecutionError, match="keeps a tensor that forward reads"):
+            module(2 * X)
+
+
+def test_who_reads_what_no_hook_kept_yet_is_told_to_return_it() -> None:
+    with pytest.raises(baechi.TraceError, match="end with `return output`: then it is traced"):
+        baechi.trace(Features(), (X,))
+    model = Features(returns=True)
+    expected = copy.deepcopy(model)(X)
+    assert torch.equal(at_random(model, (X,))(X), expected)
 
 
 def test_a_segment_that_is_observed_is_not_compiled() -> None:

@@ -43,7 +43,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.observers import has_observers, observers_in, observing
+from baechi.tracing.observers import RETURN_IT, has_observers, observers_in, observing
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import truth_values_of
 from baechi.tracing.workarounds import compact
@@ -327,7 +327,7 @@ class Executable:
             if names:
                 raise ExecutionError(
                     f"a hook sets {min(names)!r} of a module, which forward reads: the trace has "
-                    "the value of before. Compute it in forward, or let the hook return something."
+                    f"the value of before. {RETURN_IT}"
                 )
             self.attributes = self.attributes.settled()
         return result

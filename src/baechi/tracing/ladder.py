@@ -57,7 +57,13 @@ from baechi.tracing.fx_nodes import (
 from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
-from baechi.tracing.observers import in_turn, reads_noted, without_observers
+from baechi.tracing.observers import (
+    RETURN_IT,
+    has_observers,
+    in_turn,
+    reads_noted,
+    without_observers,
+)
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 from baechi.tracing.side_effects import (
@@ -329,7 +335,7 @@ def _climb(
     runs = ", and on meta nothing shows whether it runs" if meta else ", though it runs"
     failure = TraceError(
         f"{type(model).__name__} cannot be traced{runs}:\n{_distinct(attempts)}\n"
-        f"{'' if call.may_ask else _MAY_NOT_ASK}"
+        f"{'' if call.may_ask else _MAY_NOT_ASK}{_READS_NOTES if has_observers(model) else ''}"
         "Control flow that looks at numbers in tensors must be inside a submodule, which then "
         "stays whole; the outermost forward may read numbers of integers among its arguments, and "
         "of other tensors truth values alone. A loss that reads more is computed outside: trace "
@@ -360,6 +366,10 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
         ) from error
 
 
+_READS_NOTES: Final = (
+    "A forward hook that returns nothing does not run while the model is traced, so forward finds "
+    f"nothing that it keeps. {RETURN_IT}\n"
+)
 _MAY_NOT_ASK: Final = (
     "Micro-batches differ in what forward asks of their arguments, so for all of them it may not "
     "ask. Give calls whose micro-batches are alike there, or microbatches=None.\n"

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, takewhile
-from operator import is_
+from operator import attrgetter, is_
+from sys import getrefcount
 from types import FunctionType, MethodType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -44,6 +45,10 @@ _GRADED: Final = "make_inputs_require_grad"
 _NOTES: Final = (list, dict, set, deque)  # their methods return nothing that a hook could mean
 _LOADS: Final = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")
 _RUNNING: Final = threading.local()
+RETURN_IT: Final = (
+    "Let the hook, a function with a name, end with `return output`: then it is traced as a part "
+    "of forward."
+)
 
 
 @contextmanager
@@ -66,6 +71,10 @@ class Observer:
         module: The module that has it.
         title: Both, for people.
         seen: The hook's arguments after the module, without tensors.
+
+    Attributes:
+        constants: What forward reads beside its arguments and parameters. Who held such a tensor
+            before the hook ran and no longer does was given another, which the trace does not read.
     """
 
     __name__ = __qualname__ = "observe"
@@ -75,6 +84,8 @@ class Observer:
     ) -> None:
         self._hook, self._module, self._seen = hook, module, seen
         self.title = title
+        self.constants: Sequence[torch.Tensor] = ()
+        self._stale = False
 
     def __repr__(self) -> str:
         return self.__name__  # in the key of an operator, whose cost does not depend on it
@@ -83,13 +94,22 @@ class Observer:
         """Let the hook see these, in a step; `after` is the observer before it.
 
         Raises:
-            ExecutionError: The hook returns something, or writes into what it sees.
+            ExecutionError: The hook returns something, writes into what it sees, or exchanges or
+                writes what forward reads.
         """
         if not getattr(_RUNNING, "on", False) or any(isinstance(t, FakeTensor) for t in tensors):
             return
         seen = self._seen.fill(tensors)
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
-        if self._hook(self._module, *seen) is not None:
+        held = [(t, _version(t), getrefcount(t)) for t in self.constants]
+        returned = self._hook(self._module, *seen)
+        self._stale |= any(_version(t) != row or getrefcount(t) < n for t, row, n in held)
+        if self._stale:
+            raise ExecutionError(
+                f"{self.title} keeps a tensor that forward reads, which the trace does not know "
+                f"of. {RETURN_IT}"
+            )
+        if returned is not None:
             raise ExecutionError(
                 f"{self.title} returned something, though by its code it only observes, so it was "
                 "not traced with the model. Let it end with `return result`, in a function with a "
@@ -144,10 +164,17 @@ def observers_in(nodes: Iterable[fx.Node]) -> Iterator[Observer]:
 
 
 def in_turn(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, changed in place: every observer waits for the one before it."""
+    """The module, changed in place: every observer waits for the one before it.
+
+    Each knows what forward reads beside its arguments and the model's parameters.
+    """
     before = None
+    found = module.graph.find_nodes(op="get_attr")
+    rows = [attrgetter(str(node.target))(module) for node in found]
+    constants = [row for row in rows if type(row) is torch.Tensor]
     for node in module.graph.nodes:
         if isinstance(node.target, Observer):
+            node.target.constants = constants
             node.kwargs = {} if before is None else {"after": before}
             before = node
     module.recompile()  # an operator that cannot be written down fails here
