@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -756,3 +757,50 @@ def test_the_real_run_leaves_nothing_behind() -> None:
     baechi.trace(model, args)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Logged(nn.Module):
+    """Notes in its own loop what forward does not read, and may read its scale in several ways."""
+
+    def __init__(self, read: Callable[[nn.Module], float] | None = None) -> None:
+        super().__init__()
+        self.first, self.last, self.read = nn.Linear(6, 6), nn.Linear(6, 2), read
+        self.steps, self.losses, self.logs, self.latest = 0, [], {}, None
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(h if self.read is None else h * self.read(self))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = self(x).square().mean()
+        self.steps += 1
+        self.losses.append(loss.item())
+        self.logs["loss"] = self.latest = loss.detach()
+        return loss
+
+
+def test_what_forward_does_not_read_may_change() -> None:
+    module = at_random(Logged(), (X,))
+    unsplit = copy.deepcopy(module)
+    for _ in range(3):
+        assert torch.equal(module.training_step(X), unsplit.training_step(X))
+        module.scale = unsplit.scale = unsplit.scale + 1
+    assert module.losses == unsplit.losses
+    assert len(module._specializations) == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module.scale,
+        lambda module: vars(module)["scale"],
+        lambda module: copy.copy(module).scale,
+        attrgetter("scale"),
+    ],
+)
+def test_what_forward_reads_in_any_way_is_seen_to_change(read: Callable[..., float]) -> None:
+    module = lazily(nn.Sequential(Logged(read)), placer="round-robin")
+    module(X)
+    module[0].scale = 2.0
+    assert torch.equal(module(X), copy.deepcopy(module)(X))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
@@ -49,6 +50,8 @@ HOOKS: Final = (*_BACKWARD, *FORWARD)
 # What changes the state of a generator, which happens when a tracer runs, and in no call.
 _SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
+# By which a module's attributes are read all at once.
+_WHOLE: Final = ("__dict__", "__getstate__", "__reduce__")
 _INSTEAD: Final = "Remove it, or place the model without it"
 
 
@@ -365,3 +368,31 @@ def _title(model: nn.Module, name: str) -> str:
 
 def _name(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+@contextmanager
+def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Trace inside; gets in the end what was read of modules: names, by ids of module and dict.
+
+    Who takes a module's `__dict__`, or copies it, may read all; torch's own code does not.
+    """
+    found: set[tuple[int, str]] = set()
+    get = nn.Module.__getattribute__
+
+    def read(module: Any, name: str) -> Any:
+        if name not in _WHOLE:
+            found.add((id(module), name))
+        elif not _is_ours(sys._getframe(1)):
+            found.add((id(module), "__dict__"))
+        return get(module, name)
+
+    with _LOCK, patch.object(nn.Module, "__getattribute__", read):
+        yield found
+    dicts = {id(module): id(vars(module)) for module in model.modules()}
+    others = (m for m in model.modules() if type(m).__getattribute__ is not get)
+    found |= {(id(module), "__dict__") for module in others}  # whose own one may go around this
+    found |= {(dicts[module], name) for module, name in found if module in dicts}
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in OURS

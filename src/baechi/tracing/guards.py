@@ -18,7 +18,7 @@ import dataclasses
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -277,24 +277,36 @@ class Attributes:
             self._names += [_Names(title, value)] if own is not value else []
             self._look_into(title, own, inner, seen)
 
-    def settled(self, leaves: Iterable[nn.Module] = ()) -> "Attributes":
+    def settled(
+        self, leaves: Iterable[nn.Module] = (), reads: Set[tuple[int, str]] | None = None
+    ) -> "Attributes":
         """These without the ones that have changed since, which forward sets itself.
 
-        And without those of submodules that stay whole: their Python reads what is there.
+        And without those of submodules that stay whole, whose Python reads what is there, and
+        without those of modules that forward does not read: `self.losses` of a training loop.
         """
         modules = [module for leaf in leaves for module in leaf.modules()]
         whole = {id(owner) for module in modules for owner in (module, vars(module))}
+        parts = [row for row in self._names if isinstance(row.module, nn.Module)]
+        owners = {id(own) for row in parts for own in (row.module, row.own)}
+
+        def read(owner: Any, name: str) -> bool:
+            if reads is None or id(owner) not in owners:
+                return True
+            return (id(owner), name) in reads or (id(owner), "__dict__") in reads
+
         found = object.__new__(Attributes)
         found._rows, found._lengths = [], []
         for row in (row for row in self._rows if id(row.owner) not in whole):
             changed = {} if row.holds() else row.changed()
-            kept = [name for name in row.names if name not in changed]
+            kept = [name for name in row.names if name not in changed and read(row.owner, name)]
             if kept:
-                found._rows.append(_Row(row.path, row.owner, kept) if changed else row)
+                same = len(kept) == len(row.names)
+                found._rows.append(row if same else _Row(row.path, row.owner, kept))
         names = (row for row in self._names if id(row.module) not in whole)
         found._names = [_Names(row.path, row.module) for row in names]
         records = (row for row in self._records if id(row[1]) not in whole)
-        found._records = [row for row in records if row[1].get(row[2]) is row[3]]
+        found._records = [r for r in records if r[1].get(r[2]) is r[3] and read(r[1], r[2])]
         return found
 
     def set_since(self) -> set[tuple[int, str]]:

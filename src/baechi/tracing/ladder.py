@@ -16,7 +16,7 @@ those above failed, with the model's own line, are kept in `Traced.attempts`.
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,7 +43,7 @@ from baechi.tracing.alias_analysis import (
 )
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches
-from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
+from baechi.tracing.faithfulness import reads_noted, refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     casts_shared,
@@ -61,7 +61,6 @@ from baechi.tracing.observers import (
     RETURN_IT,
     has_observers,
     in_turn,
-    reads_noted,
     without_observers,
 )
 from baechi.tracing.pytrees import Structure
@@ -311,7 +310,7 @@ def _climb(
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:
                     break
-                ops, tensors, module = _lowered(model, call, captured, places, before)
+                ops, tensors, module = _lowered(model, call, captured, places, before, reads)
                 module = replace(module, gradients=mode.observed, reads=reads)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             traced = Traced(name, ops, tensors, taken, model.training, module)
@@ -452,7 +451,12 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lowered(
-    model: nn.Module, call: Call, captured: Capture, places: frozenset[Place], before: Attributes
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    places: frozenset[Place],
+    before: Attributes,
+    reads: Set[tuple[int, str]],
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     module, family, returned = captured.module, None, captured.returned
     if call.autocast.cached:
@@ -469,7 +473,7 @@ def _lowered(
     kept = _kept(call, facts)
     whole = opaque_leaves(captured.module, captured.module.graph.nodes).values()
     # Forward sets some attributes itself, whose values do not count.
-    attributes = before.settled(whole)
+    attributes = before.settled(whole, reads)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
     sets = tuple(captured.sets or before.named_since())
     if sets:

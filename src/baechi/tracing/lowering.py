@@ -48,7 +48,7 @@ class TracedModule:
         routes: By value the readers whose gradients come to an earlier reader's backward, with it.
         gradients: The mode of gradients that forward read; None if it read none.
         family: The calls of other sizes that it runs, too; None if there are none.
-        reads: The attributes that forward read, by owner and name, where there are observers.
+        reads: The attributes that forward read of modules, by owner and name.
         questions: What forward asked about values of arguments, where there is no family.
         sets: The attributes that forward sets, by name.
     """

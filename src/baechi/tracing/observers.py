@@ -13,14 +13,13 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise, takewhile
 from operator import attrgetter, is_
 from sys import getrefcount
 from types import FunctionType, MethodType
 from typing import Any, Final, final
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -179,25 +178,6 @@ def in_turn(module: fx.GraphModule) -> fx.GraphModule:
             before = node
     module.recompile()  # an operator that cannot be written down fails here
     return module
-
-
-@contextmanager
-def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
-    """Trace inside; gets what forward reads of modules: names, with the ids of module and dict.
-
-    A trace of a model with observers needs to know: what these set, forward must not read. Nothing
-    is noted where there are none.
-    """
-    found: set[tuple[int, str]] = set()
-
-    def read(module: Any, name: str) -> Any:
-        value = object.__getattribute__(module, name)
-        found.update({(id(module), name), (id(object.__getattribute__(module, "__dict__")), name)})
-        return value
-
-    known = has_observers(model)
-    with patch.object(nn.Module, "__getattribute__", read) if known else nullcontext():
-        yield found
 
 
 def has_observers(module: nn.Module) -> bool:
