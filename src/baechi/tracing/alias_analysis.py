@@ -353,7 +353,7 @@ class _Recorder(fx.Interpreter):
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         if getattr(n.target, "overloadpacket", None) in _SHRUNK and values[0].shape == ():
-            self._facts.storages[values[0].storage].nbytes *= self.env[n.args[0]].numel()
+            self._facts.storages[values[0].storage].nbytes *= self.env[n.all_input_nodes[0]].numel()
         saved = tuple(dict.fromkeys(self._saved))
         inner = [n, *nodes_inside(n)]
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
