@@ -7,6 +7,7 @@ import torch
 from scripts import Place, equal_in_every_bit
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("torchvision", reason="timm imports torchvision, which fits one torch alone")
 
 
 @pytest.mark.parametrize(
