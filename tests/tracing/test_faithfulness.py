@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "saved tensors": (lambda: Middle(with_own_saving), "saved_tensors_hooks"),
     "lazy module": (lambda: Middle(nn.LazyLinear(4)), "middle.weight.* has no shape"),
     "backward inside": (lambda: Middle(going_back), r"backward\(\)"),
-    "gradient of a layer inside": (GradientOfALayer, "cannot be traced"),
+    "gradient of a layer inside": (GradientOfALayer, "as torch.autograd.grad through parameters"),
     "gradient by torch.func": (
         lambda: Middle(torch.func.grad(lambda x: x.sin().sum())),
         "needs a gradient and is no parameter of the model",

@@ -369,6 +369,12 @@ _READS_NOTES: Final = (
     "A forward hook that returns nothing does not run while the model is traced, so forward finds "
     f"nothing that it keeps. {RETURN_IT}\n"
 )
+# How torch says that forward reads a tensor which the tracer did not see made.
+_FAKE_CONSTANT: Final = "We found a fake tensor in the exported program constant's list"
+_UNSEEN: Final = (
+    "forward reads a tensor that the trace did not see made, as torch.autograd.grad through "
+    "parameters gives it: use torch.func.grad, or put it in a submodule, which then stays whole"
+)
 _MAY_NOT_ASK: Final = (
     "Micro-batches differ in what forward asks of their arguments, so for all of them it may not "
     "ask. Give calls whose micro-batches are alike there, or microbatches=None.\n"
@@ -510,6 +516,7 @@ def _kept(call: Call, facts: Facts) -> Call:
 def _reason(error: Exception, model: nn.Module) -> str:
     """The error in a line or two, with the innermost line that is the model's own."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
+    first = _UNSEEN if first.startswith(_FAKE_CONSTANT) else first
     reason = f"{type(error).__name__}: {first.strip()[:300]}"
     own = _own_frame(error, model)
     return f"{reason} (at {own})" if own else reason
