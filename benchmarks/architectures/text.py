@@ -95,6 +95,13 @@ ENCODERS: dict[str, Row] = {
             "end_positions": torch.tensor([4, 5]),
         },
     ),
+    "GteForMaskedLM": ({}, masked_lm),
+    "IBertForMaskedLM": ({}, masked_lm),
+    "MarkupLMForSequenceClassification": ({}, classified),
+    "OpenAIPrivacyFilterModel": (
+        {},
+        lambda: {"input_ids": tokens(), "attention_mask": padding()},
+    ),
     "RobertaForMultipleChoice": (
         {"max_position_embeddings": 66},
         lambda: {
@@ -237,6 +244,14 @@ DECODERS: dict[str, Row] = {
     "OlmoHybridForCausalLM": ({}, masked_lm),
     "DogeForCausalLM": ({}, masked_lm),
     "MixtralForCausalLM": ({}, masked_lm),
+    "ApertusForCausalLM": ({}, masked_lm),
+    "BailingHybridForCausalLM": ({}, masked_lm),
+    "BeamForCausalLM": ({}, masked_lm),
+    "BitNetForCausalLM": ({}, masked_lm),
+    "Cohere2MoeForCausalLM": ({}, masked_lm),
+    "CpmAntForCausalLM": ({}, masked_lm),
+    "DiffLlamaForCausalLM": ({}, masked_lm),
+    "FlintForCausalLM": ({}, masked_lm),
     "Qwen3NextForCausalLM": (
         {
             "num_experts": 4,
@@ -284,6 +299,7 @@ BOTH: dict[str, Row] = {
         lambda: {**sequences(), "decoder_input_ids": tokens(length=8)},
     ),
     "PegasusXForConditionalGeneration": ({}, sequences),
+    "SeamlessM4TForTextToText": ({}, sequences),
     "EncoderDecoderModel": (
         {"decoder_start_token_id": 1, "pad_token_id": 0},
         sequences,

@@ -319,6 +319,7 @@ VISION: dict[str, Row] = {
         _segmented,
     ),
     "ViTMSNForImageClassification": ({}, images),
+    "PPLCNetForImageClassification": ({}, images),
     "ImageGPTForImageClassification": (
         {"vocab_size": 65, "n_positions": 64},
         lambda: {"input_ids": torch.randint(0, 64, (2, 64)), "labels": torch.tensor([1, 3])},
