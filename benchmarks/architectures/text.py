@@ -97,6 +97,10 @@ ENCODERS: dict[str, Row] = {
     ),
     "GteForMaskedLM": ({}, masked_lm),
     "IBertForMaskedLM": ({}, masked_lm),
+    "XmodForMaskedLM": (
+        {"default_language": "en_XX", "languages": ["en_XX", "de_DE"]},
+        masked_lm,
+    ),
     "MarkupLMForSequenceClassification": ({}, classified),
     "OpenAIPrivacyFilterModel": (
         {},
@@ -112,6 +116,16 @@ ENCODERS: dict[str, Row] = {
 }
 
 _MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LATENT = {
+    **_MOE,
+    "n_routed_experts": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 _MAMBA = {"state_size": 4, "conv_kernel": 4, "expand": 2}
 
 DECODERS: dict[str, Row] = {
@@ -252,6 +266,29 @@ DECODERS: dict[str, Row] = {
     "CpmAntForCausalLM": ({}, masked_lm),
     "DiffLlamaForCausalLM": ({}, masked_lm),
     "FlintForCausalLM": ({}, masked_lm),
+    "DeepseekV32ForCausalLM": (
+        {
+            **_LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        },
+        masked_lm,
+    ),
+    "LongcatFlashForCausalLM": (
+        {
+            **_LATENT,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+            "ffn_hidden_size": 64,
+        },
+        masked_lm,
+    ),
+    "Molmo2TextModel": ({}, lambda: {"input_ids": tokens(), "attention_mask": padding()}),
     "Qwen3NextForCausalLM": (
         {
             "num_experts": 4,
