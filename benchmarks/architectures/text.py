@@ -266,6 +266,11 @@ DECODERS: dict[str, Row] = {
     "CpmAntForCausalLM": ({}, masked_lm),
     "DiffLlamaForCausalLM": ({}, masked_lm),
     "FlintForCausalLM": ({}, masked_lm),
+    "Exaone4ForCausalLM": ({}, masked_lm),
+    "FlexOlmoForCausalLM": ({}, masked_lm),
+    "HrmTextForCausalLM": ({}, masked_lm),
+    "Lfm3ForCausalLM": ({}, masked_lm),
+    "NanoChatForCausalLM": ({}, masked_lm),
     "DeepseekV32ForCausalLM": (
         {
             **_LATENT,
