@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
@@ -382,7 +381,7 @@ def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
     def read(module: Any, name: str) -> Any:
         if name not in _WHOLE:
             found.add((id(module), name))
-        elif not _is_ours(sys._getframe(1)):
+        elif package_of(sys._getframe(1)) not in OURS:
             found.add((id(module), "__dict__"))
         return get(module, name)
 
@@ -392,7 +391,3 @@ def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
     others = (m for m in model.modules() if type(m).__getattribute__ is not get)
     found |= {(id(module), "__dict__") for module in others}  # whose own one may go around this
     found |= {(dicts[module], name) for module, name in found if module in dicts}
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in OURS

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise, takewhile
 from operator import attrgetter, is_
-from sys import getrefcount
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -44,6 +44,7 @@ _GRADED: Final = "make_inputs_require_grad"
 _NOTES: Final = (list, dict, set, deque)  # their methods return nothing that a hook could mean
 _LOADS: Final = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")
 _RUNNING: Final = threading.local()
+_MOST_SEEN: Final = 1_000  # objects that are looked into for what a hook holds
 RETURN_IT: Final = (
     "Let the hook, a function with a name, end with `return output`: then it is traced as a part "
     "of forward."
@@ -72,8 +73,8 @@ class Observer:
         seen: The hook's arguments after the module, without tensors.
 
     Attributes:
-        constants: What forward reads beside its arguments and parameters. Who held such a tensor
-            before the hook ran and no longer does was given another, which the trace does not read.
+        constants: What forward reads beside its arguments and parameters. Where the hook holds such
+            a tensor before it runs and another afterwards, the trace does not read that.
     """
 
     __name__ = __qualname__ = "observe"
@@ -100,9 +101,11 @@ class Observer:
             return
         seen = self._seen.fill(tensors)
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
-        held = [(t, _version(t), getrefcount(t)) for t in self.constants]
+        reached = _reached(self._hook) if self.constants else {}
+        held = [(t, _version(t)) for t in self.constants if id(t) in reached]
         returned = self._hook(self._module, *seen)
-        self._stale |= any(_version(t) != row or getrefcount(t) < n for t, row, n in held)
+        now = _reached(self._hook) if held else {}
+        self._stale |= any(id(t) not in now or _version(t) != version for t, version in held)
         if self._stale:
             raise ExecutionError(
                 f"{self.title} keeps a tensor that forward reads, which the trace does not know "
@@ -127,6 +130,40 @@ class Observer:
     def _state(self) -> list[torch.Tensor]:
         _, parameters, buffers = state_of(self._module)
         return [t for t in (*parameters.values(), *buffers.values()) if t is not None]
+
+
+def _reached(hook: Any) -> dict[int, torch.Tensor]:
+    """The tensors that a hook can exchange for others, by id.
+
+    They are in what it names, what it closes over, and the object that it belongs to.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    ahead = [hook]
+    while ahead and len(seen) < _MOST_SEEN:
+        each = ahead.pop()
+        if isinstance(each, torch.Tensor):
+            found[id(each)] = each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            ahead += _inside(each)
+    return found
+
+
+def _inside(each: Any) -> list[Any]:
+    if isinstance(each, FunctionType):
+        cells = [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+        names = (name for name in each.__code__.co_names if name in each.__globals__)
+        return [*cells, *(each.__globals__[name] for name in names), *(each.__defaults__ or ())]
+    if isinstance(each, MethodType):
+        return [each.__func__, each.__self__]
+    if isinstance(each, partial):
+        return [each.func, *each.args, *each.keywords.values()]
+    if isinstance(each, dict | list | tuple | set | deque):
+        return [*(each.values() if isinstance(each, dict) else each)]
+    own = {} if isinstance(each, type | ModuleType) else getattr(each, "__dict__", {})
+    state = ("_parameters", "_buffers", "_modules") if isinstance(each, nn.Module) else ()
+    return [value for name, value in own.items() if name not in state]
 
 
 def _version(tensor: torch.Tensor) -> int:
