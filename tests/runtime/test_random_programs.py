@@ -68,8 +68,15 @@ def scattered(own: nn.ParameterDict, a: Tensor, b: Tensor) -> Tensor:
     return torch.zeros_like(a).scatter(-1, best, 1.0) * b + a.gather(-1, best)[..., :1] * own["v"]
 
 
+def residual(own: nn.ParameterDict, a: Tensor, b: Tensor) -> Tensor:
+    """Operators that read a value several times, as a later one does once."""
+    t = a @ own["w"]
+    t = t + functional.rms_norm(t, (D,), own["v"]) @ own["w"]
+    return t + functional.scaled_dot_product_attention(t, t, t) + b
+
+
 FUNCTIONS: Final[tuple[Function, ...]] = (
-    *(written, cast_twice, branching, without_gradients, rotated, attending, scattered),
+    *(written, cast_twice, branching, without_gradients, rotated, attending, scattered, residual),
     lambda own, a, b: functional.linear(a, own["w"]) + b.detach(),
     lambda own, a, b: torch.cat((a * own["v"], b), -1).chunk(2, -1)[1] + a.relu(),
 )
