@@ -268,12 +268,13 @@ class Gradients:
         if node.op == "placeholder":
             self._of[node, leaf].append(_Gradient(position, tape, home))
             return slot  # the caller adds them up
-        via = layout.via(node, readers[0])
+        graded = [reader for reader in readers if twins[layout.op_of[reader]] >= 0]
+        if not graded:
+            return slot  # none of them has a backward, so nothing comes
+        via = layout.via(node, graded[0])
         target = node if via is None else via
         mine, end = twins[layout.op_of[target]], layout.tape(target)
-        theirs = [twin for reader in readers if (twin := twins[layout.op_of[reader]]) >= 0]
-        if not theirs:
-            return slot  # none of them has a backward, so nothing comes
+        theirs = [twins[layout.op_of[reader]] for reader in graded]
         carriers = [t for twin in theirs for t in layout.between.get((twin, mine), [])]
         if carriers and mine >= 0:
             if layout.device(end) != layout.device(tape):
