@@ -51,7 +51,9 @@ _GPUS = {"gpu": 1, "multigpu": 2}
 # wait five minutes for them when a test run ends.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Looks for garbage at every 700th object are a tenth of a run; who wants one asks for it.
+# Looks for garbage at every 700th object are a tenth of a run; who wants one asks for it. Where
+# there are GPUs they stay: tests count what the runtime is asked for, and how streams come back.
+_LOOKS = gc.get_threshold()
 gc.set_threshold(20_000, 20, 20)
 
 # A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
@@ -132,6 +134,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import torch
 
         have = torch.cuda.device_count()
+        if have:
+            gc.set_threshold(*_LOOKS)
         for item, n in wanted:
             if have < n:
                 item.add_marker(pytest.mark.skip(reason=f"needs {n} GPU(s), and {have} are here"))
