@@ -250,6 +250,26 @@ def test_forward_must_not_read_what_an_observer_keeps_anywhere(in_place: bool) -
             module(2 * X)
 
 
+def test_an_observer_may_note_more_and_more_beside_what_forward_reads() -> None:
+    factor, notes = torch.full((8,), 2.0), [float(k) for k in range(900)]
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        del module, args, output
+        notes.extend(float(len(notes) + k) / 7 for k in range(int(factor[0])))
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * factor
+
+    model = Scaled(8, 8)
+    expected = copy.deepcopy(model)(X)
+    model.register_forward_hook(note)
+    module = at_random(model, (X,))
+    for _ in range(100):
+        assert torch.equal(module(X), expected)
+    assert len(notes) >= 1_100
+
+
 def test_who_reads_what_no_hook_kept_yet_is_told_to_return_it() -> None:
     with pytest.raises(baechi.TraceError, match="end with `return output`: then it is traced"):
         baechi.trace(Features(), (X,))

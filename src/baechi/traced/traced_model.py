@@ -33,7 +33,7 @@ from baechi.traced.operators import Attempt, TracedOp, TracedOperators, TracedTe
 from baechi.validation import FrozenDict, check_row
 
 # The most that the gradient of a scalar takes. The scalar's own memory may be larger, as a loss's.
-_SCALAR_BYTES = 16
+_MOST_SCALAR_BYTES = 16
 
 # Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
 BACKWARD = "backward:"
@@ -270,7 +270,7 @@ def _ops(
                 workspace = max(workspace, gathered[own] - made + reused)
         elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
             rows = (t for t in traced.tensors if t.scalar and t.kept and t.differentiable)
-            persistent = max((min(t.nbytes, _SCALAR_BYTES) for t in rows), default=0)
+            persistent = max((min(t.nbytes, _MOST_SCALAR_BYTES) for t in rows), default=0)
         yield replace(
             row,
             time_ns=time_ns,
@@ -394,7 +394,7 @@ def _gradients(
         targets = tensor.gradient_to or (tensor.producer,) * len(tensor.consumers)
         sources: list[tuple[int, int | None, int, int]] = []
         if tensor.kept:
-            nbytes = min(tensor.nbytes, _SCALAR_BYTES) if tensor.scalar else tensor.nbytes
+            nbytes = min(tensor.nbytes, _MOST_SCALAR_BYTES) if tensor.scalar else tensor.nbytes
             nbytes = nbytes if _enters_loss(traced, tensor) else 0
             sources.append((loss, None, nbytes, tensor.producer))
         sources += [

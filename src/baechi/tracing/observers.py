@@ -101,11 +101,12 @@ class Observer:
             return
         seen = self._seen.fill(tensors)
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
-        reached = _reached(self._hook) if self.constants else {}
-        held = [(t, _version(t)) for t in self.constants if id(t) in reached]
+        reached = _reached(self._hook) if self.constants else None
+        held = [(t, _version(t)) for t in self.constants if reached and id(t) in reached]
         returned = self._hook(self._module, *seen)
-        now = _reached(self._hook) if held else {}
-        self._stale |= any(id(t) not in now or _version(t) != version for t, version in held)
+        now = _reached(self._hook) if held else None
+        exchanged = now is not None and any(id(t) not in now for t, _ in held)
+        self._stale |= exchanged or any(_version(t) != version for t, version in held)
         if self._stale:
             raise ExecutionError(
                 f"{self.title} keeps a tensor that forward reads, which the trace does not know "
@@ -132,15 +133,17 @@ class Observer:
         return [t for t in (*parameters.values(), *buffers.values()) if t is not None]
 
 
-def _reached(hook: Any) -> dict[int, torch.Tensor]:
-    """The tensors that a hook can exchange for others, by id.
+def _reached(hook: Any) -> dict[int, torch.Tensor] | None:
+    """The tensors that a hook can exchange for others, by id; None of one that holds too much.
 
     They are in what it names, what it closes over, and the object that it belongs to.
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     ahead = [hook]
-    while ahead and len(seen) < _MOST_SEEN:
+    while ahead:
+        if len(seen) > _MOST_SEEN:
+            return None
         each = ahead.pop()
         if isinstance(each, torch.Tensor):
             found[id(each)] = each
