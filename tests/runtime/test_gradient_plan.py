@@ -178,20 +178,53 @@ def test_a_gradient_that_an_operator_with_none_of_its_own_gathers_goes_on(used: 
 
 
 class Beside(nn.Module):
-    """Two branches from a value, and what reads both."""
+    """A value read by two branches and by the caller, several times by one of the branches."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.one, self.two = (nn.Linear(16, 16) for _ in range(3))
+        self.kind = kind
+        self.first, self.one, self.two, self.three = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.first(x)
+        if self.kind == "written in place":
+            x = x.mul(2.0).tanh_()
+        if self.kind == "one node":
+            normed = x.masked_scatter(x > 0, x)
+        else:
+            normed = functional.rms_norm(x, (16,))
+        later = self.two(x), self.three(torch.broadcast_tensors(x, self.three.bias)[0])
+        return (self.one(normed), *later, *((x,) if self.kind == "returned" else ()))
+
+
+@pytest.mark.parametrize("kind", ["", "written in place", "one node", "returned"])
+def test_later_gradients_that_do_not_depend_on_an_operator_come_to_it_too(kind: str) -> None:
+    torch.manual_seed(0)
+    model, args = Beside(kind), (torch.randn(5, 16),)
+    traced = baechi.trace(model, args)
+    with one_thread():
+        expected = step(copy.deepcopy(model), args, {})
+        for seed in range(3):
+            placed = place_on(traced, 3, baechi.RandomPlacer(seed), threads_per_device=1)
+            assert step(placed, args, {}).differs_from(expected) == []
+            placed.unplace()
+
+
+class Later(nn.Module):
+    """An operator that reads a value several times, whose result is written by another reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         normed = functional.rms_norm(x, (16,))
-        return self.one(normed), self.two(x), x + normed
+        return normed.add_(self.one(x)) + x
 
 
-def test_gradients_come_only_to_operators_that_their_readers_depend_on() -> None:
-    module = baechi.trace(Beside(), (torch.randn(4, 16),)).module
+def test_what_an_operator_depends_on_does_not_wait_for_it() -> None:
+    module = baechi.trace(Later(), (torch.randn(4, 16),)).module
     ((value, rows),) = module.routes.items()
     assert value.name == "linear"
     assert {reader.name: via.name for reader, via in rows.items()} == {"add": "rms_norm"}

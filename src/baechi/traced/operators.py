@@ -67,8 +67,9 @@ class TracedTensor:
         gradient_bytes: For each consumer the bytes of the gradient that it sends back, which may be
             for a part of the storage. Where absent, the bytes of the storage.
         scalar: Whether it is returned as a scalar, such as a model's own loss.
-        gradient_to: For each consumer the op whose backward gets the gradient that it sends back:
-            the producer, or another consumer that adds its own. Where absent, the producer.
+        gradient_to: For each consumer, and last for the caller, the op whose backward gets the
+            gradient from there: the producer, or another consumer that adds its own. Where absent,
+            the producer.
     """
 
     producer: int

@@ -391,22 +391,23 @@ def _gradients(
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
         if tensor.producer in viewed:
             sizes = (0,)
-        targets = tensor.gradient_to or (tensor.producer,) * len(tensor.consumers)
+        targets = tensor.gradient_to or (tensor.producer,) * (len(tensor.consumers) + 1)
+        ends = [op if op in twin else tensor.producer for op in targets]
         sources: list[tuple[int, int | None, int, int]] = []
         if tensor.kept:
             nbytes = min(tensor.nbytes, _MOST_SCALAR_BYTES) if tensor.scalar else tensor.nbytes
             nbytes = nbytes if _enters_loss(traced, tensor) else 0
-            sources.append((loss, None, nbytes, tensor.producer))
+            sources.append((loss, None, nbytes, ends[-1]))
         sources += [
-            (twin[c], again.get(c), nbytes, target if target in twin else tensor.producer)
-            for c, nbytes, target in zip(tensor.consumers, sizes, targets, strict=True)
+            (twin[c], again.get(c), nbytes, end)
+            for c, nbytes, end in zip(tensor.consumers, sizes, ends[:-1], strict=True)
             if c in twin
         ]
-        for source, theirs, nbytes, target in sources:
-            mine = again.get(target)
+        for source, theirs, nbytes, end in sources:
+            mine = again.get(end)
             # A unit starts to run again when all gradients that enter it have arrived.
             first = () if mine is None or theirs == mine else (mine,)
-            yield _edge(source, (*first, twin[target]), nbytes)
+            yield _edge(source, (*first, twin[end]), nbytes)
 
 
 def _late_gradients(traced: TracedOperators) -> dict[int, int]:

@@ -44,6 +44,7 @@ from baechi.tracing.fx_nodes import (
     may_be_views,
     node_arguments,
     nodes_inside,
+    reads_again,
     schema_arguments,
     silently_written,
 )
@@ -339,7 +340,8 @@ class _Recorder(fx.Interpreter):
             (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
         ]
         plain = isinstance(n.target, OpOverload)
-        ends = {} if plain and not is_composite(n.target) else self._ends(n)
+        single = plain and not is_composite(n.target) and not reads_again(n)
+        ends = {} if single else self._ends(n)
         drawing = _Drawing()
         ints = any(str(each.target) in _INTS_ALONE for each in (n, *nodes_inside(n)))
         symbolic = enable_python_dispatcher() if ints else nullcontext()

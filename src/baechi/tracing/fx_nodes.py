@@ -9,7 +9,7 @@ each of the two gradients by itself to those of the value's other readers. A rea
 gives back one gradient for each tensor that it reads, the sum of both. So where a value has another
 reader, each further reading of an operator is of an alias of its own. That is done for operators
 that are one node of autograd's graph, whose gradients come in the order of its arguments. For
-attention and `einsum`, which are many nodes, `gradient_order` sees to it.
+attention and `einsum`, which are many nodes, and others `gradient_order` sees to it.
 
 Casts of autocast (`casts_shared`): it casts a weight once for all operators that read it, so their
 gradients are added up in the lower precision, and their sum is cast back. On several tapes each
@@ -369,6 +369,12 @@ def _read_aliases(node: fx.Node, value: fx.Node, n: int) -> None:
             aliases.append(alias)
     readings = iter([value, *reversed(aliases)])
     node.args = fx.node.map_arg(node.args, lambda one: next(readings) if one is value else one)
+
+
+def reads_again(node: fx.Node) -> bool:
+    """True if an operator reads a value twice, under one name."""
+    read = [given for given in _flat(node.args) if isinstance(given, fx.Node)]
+    return len(read) > len(set(read))
 
 
 def _flat(args: Any) -> list[Any]:

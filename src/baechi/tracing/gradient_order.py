@@ -4,9 +4,7 @@ Autograd adds gradients up one by one, from a value's last reader to its first. 
 several of its nodes, such as `rms_norm`, attention or `cdist`, sends more than one:
 `(later + one) + two`. Across tapes it would give back `one + two`, and the sum rounds otherwise. So
 the gradients of later readers come to the backward of such an operator, and go on with its own.
-
-That is done for readers that depend on the operator, as the sum of a residual block does: their
-backward comes first anyway, and nothing waits for longer.
+What comes before the value needs them all anyway, so little waits for longer.
 """
 
 from collections import defaultdict
@@ -23,32 +21,33 @@ from baechi.tracing.partition import Partition
 Routes: TypeAlias = Mapping[fx.Node, Mapping[fx.Node, fx.Node]]  # of values: reader -> operator
 
 
-def find_routes(facts: Facts, parts: Partition, tensors: Sequence[TracedTensor]) -> Routes:
+def find_routes(facts: Facts, parts: Partition) -> Routes:
     """By value the readers whose gradients come to an earlier reader, with that."""
     several: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in parts.op_of:
         for argument in facts.nodes[node].several:
             several[node.all_input_nodes[argument]].append(node)
-    if not several:
-        return {}
-    after: dict[int, set[int]] = defaultdict(set)
-    for tensor in tensors:
-        after[tensor.producer].update(tensor.consumers)
     found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
     for value, operators in several.items():
         home = _home(value, facts, parts)
+        if home is None:
+            continue
         readers: dict[int, list[fx.Node]] = defaultdict(list)
-        for user in parts.users(value) if home is not None else ():
+        for user in parts.users(value):
             if user in parts.op_of:
                 readers[parts.op_of[user]].append(user)
         for op, nodes in readers.items():
             first = min(parts.position[node] for node in nodes)
             before = [n for n in operators if parts.position[n] < first]
             via = max(before, key=parts.position.__getitem__, default=None)
-            if via is None or home in (op, parts.op_of[via]) or _reads_more(op, value, parts):
-                continue
-            if _depends(after, op, parts.op_of[via]):
+            if via is None or home in (op, parts.op_of[via]) or op < parts.op_of[via]:
+                continue  # what depends on a reader cannot wait for its gradient
+            if not _reads_more(parts.nodes_of_op[op], value, parts):
                 found.setdefault(value, {}).update(dict.fromkeys(nodes, via))
+        last = max(operators, key=parts.position.__getitem__)
+        returned = value in parts.output.all_input_nodes
+        if returned and home != parts.op_of[last] and not _reads_more([parts.output], value, parts):
+            found.setdefault(value, {})[parts.output] = last
     return found
 
 
@@ -58,7 +57,7 @@ def routed(
     """Tensors between operators, with the operators to which their gradients go."""
     via = {
         facts.nodes[value].values[0].storage: {
-            parts.op_of[reader]: parts.op_of[operator] for reader, operator in readers.items()
+            parts.op_of.get(reader): parts.op_of[operator] for reader, operator in readers.items()
         }
         for value, readers in routes.items()
     }
@@ -67,35 +66,26 @@ def routed(
         if storage not in via
         else replace(
             tensor,
-            gradient_to=tuple(via[storage].get(op, tensor.producer) for op in tensor.consumers),
+            gradient_to=tuple(
+                via[storage].get(op, tensor.producer) for op in (*tensor.consumers, None)
+            ),
         )
         for tensor, storage in rows
     )
 
 
 def _home(value: fx.Node, facts: Facts, parts: Partition) -> int | None:
-    """The operator that makes a value: a tensor in memory of its own that nobody writes."""
+    """The operator that makes a value: a tensor in memory of its own that nobody writes later."""
     rows, op = facts.nodes[value].values, parts.op_of.get(value)
-    given = value.op in ("placeholder", "get_attr")
-    if given or len(rows) != 1 or rows[0].storage in parts.last_write:
+    if value.op in ("placeholder", "get_attr") or len(rows) != 1:
+        return None
+    if parts.last_write.get(rows[0].storage, -1) > parts.position[value]:
         return None
     return op if op == parts.home(rows[0].storage) else None
 
 
-def _reads_more(op: int, value: fx.Node, parts: Partition) -> bool:
-    """True if an operator reads a value through a view, too: it sends one gradient for both."""
+def _reads_more(nodes: Sequence[fx.Node], value: fx.Node, parts: Partition) -> bool:
+    """True if nodes read a value through a view, too: they send one gradient for both."""
     (row,) = parts.values(value)
-    read = {argument for node in parts.nodes_of_op[op] for argument in node.all_input_nodes}
-    return any(v.storage == row.storage for a in read - {value} for v in parts.values(a))
-
-
-def _depends(after: Mapping[int, set[int]], op: int, on: int) -> bool:
-    """True if an operator's results lead to another operator."""
-    seen, left = {on}, [on]
-    while left:
-        new = {reader for reader in after.get(left.pop(), ()) if reader <= op} - seen
-        if op in new:
-            return True
-        seen |= new
-        left += new
-    return False
+    read = {argument for node in nodes for argument in node.all_input_nodes} - {value, *nodes}
+    return any(v.storage == row.storage for a in read for v in parts.values(a))

@@ -91,7 +91,7 @@ def lower(
     lowering = Lowering(model, module, facts, parts)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
-    routes = find_routes(facts, parts, [tensor for tensor, _ in rows])
+    routes = find_routes(facts, parts)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))

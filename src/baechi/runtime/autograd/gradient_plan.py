@@ -40,6 +40,7 @@ class Layout:
         self.structure = structure
         self.program = program
         self.position = {n: i for i, n in enumerate(module.graph_module.graph.nodes)}
+        self.output = module.graph_module.graph.output_node()
         self.op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
         self.tape_of = {op: i for i, tape in enumerate(program.tapes) for op in tape.ops}
         # (producer, consumer) -> the tensors of the graph between them, ascending.
@@ -171,12 +172,13 @@ class Gradients:
         That is after its last reader elsewhere whose gradient does not come to one of them.
         """
         layout, twins = self._layout, self._layout.program.twins
-        via = {user: layout.via(value, user) for user in layout.users(value)}
+        via = {user: layout.via(value, user) for user in value.users}
         gathering = [layout.position[node] for node in via.values() if node in inside]
-        others = [user for user in via if user not in inside and via[user] not in inside]
-        last = max((layout.position[u] for u in others if twins[layout.op_of[u]] >= 0), default=-1)
-        returned = any(user.op == "output" for user in value.users)
-        if returned or any(layout.position[a] > layout.position[b] for a, b in pairwise(rows)):
+        others = {user for user in via if user not in inside and via[user] not in inside}
+        users = (u for u in layout.users(value) if u in others and twins[layout.op_of[u]] >= 0)
+        last = max((layout.position[user] for user in users), default=-1)
+        ascends = all(layout.position[a] < layout.position[b] for a, b in pairwise(rows))
+        if layout.output in others or not ascends:
             last = _CALLER  # the caller reads it, or the tape has another order than autograd
         return min(last, *gathering) if gathering else last
 
@@ -225,12 +227,14 @@ class Gradients:
     def from_caller(self, node: fx.Node) -> tuple[int, ...]:
         """A slot for the caller's gradient of each tensor of a result."""
         program = self._layout.program
-        loss, twin = len(program.names), program.twins[self._layout.op_of[node]]
+        target = self._layout.via(node, self._layout.output) or node
+        loss, twin = len(program.names), program.twins[self._layout.op_of[target]]
         carriers = self._layout.between.get((loss, twin), [])
         slots = tuple(self._new() for _ in self._facts[node].values)
         for leaf, slot in enumerate(slots):
             self.of_slot[slot] = self._facts[node].values[leaf]
-            self._of[node, leaf].append(_Gradient(_CALLER, sys.maxsize, slot))
+            found = self._coming(node, leaf, self._layout.tape(target))
+            found.append(_Gradient(_CALLER, sys.maxsize, slot))
             if carriers:
                 self.carried[carriers[0]].append((slot, slot))
         return slots
@@ -285,9 +289,12 @@ class Gradients:
                 f"the graph has no gradient for {node.name} from {readers[0].name}; it is not the "
                 "training graph of this model. Trace the model and solve its graph again."
             )
-        found = self._of[node, leaf] if end == layout.tape(node) else self._to[node, leaf, end]
-        found.append(_Gradient(position, tape, home))
+        self._coming(node, leaf, end).append(_Gradient(position, tape, home))
         return slot
+
+    def _coming(self, node: fx.Node, leaf: int, end: int) -> list[_Gradient]:
+        """The gradients of a value that come to a tape, the producer's or a reader's."""
+        return self._of[node, leaf] if end == self._layout.tape(node) else self._to[node, leaf, end]
 
     def share_parameters(
         self, tape: int, part: Extract
