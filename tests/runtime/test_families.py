@@ -730,6 +730,31 @@ def test_a_trace_that_failed_leaves_no_symbols_to_the_next() -> None:
     module.unplace()
 
 
+class Causal(nn.Module):
+    """Attention that is causal where there are several positions, as decoders write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attend = nn.functional.scaled_dot_product_attention
+        return {"y": self.out(attend(q, k, v, is_causal=x.shape[1] > 1))}
+
+
+def test_whether_attention_is_causal_may_depend_on_sizes() -> None:
+    torch.manual_seed(0)
+    model = Causal()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model)
+    for length in (5, 7, 4):
+        x = torch.randn(2, length, 8)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 1
+
+
 class Fixing(nn.Module):
     """Fixes the length of one argument, and not of the other."""
 

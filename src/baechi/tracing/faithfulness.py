@@ -214,6 +214,12 @@ def _seeded(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _attended(outside: Sequence[bool], own: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
     """What `torch.nn.attention.sdpa_kernel` in forward chooses, which is about all threads."""
+
+    def decided(value: Any) -> Any:
+        return bool(value) if isinstance(value, torch.SymBool) else value
+
+    # Its C++ takes no symbol, as of `is_causal=length > 1`.
+    args, kwargs = fx.node.map_aggregate((args, kwargs), decided)
     inside, on_cpu = attention_kernels(), isinstance(query, torch.Tensor) and query.is_cpu
     # A CPU has flash attention, which is the first, and plain products, the last.
     if inside == outside or (on_cpu and inside[0] == outside[0]):
