@@ -133,6 +133,29 @@ def test_a_hook_comes_and_goes_after_placing() -> None:
     assert len(seen) == 1
 
 
+def test_hooks_that_come_anew_for_each_call_have_one_plan() -> None:
+    model = Net()
+    unsplit = copy.deepcopy(model)
+    module = placed.lazily(model)
+    for _ in range(3):
+        kept: list[list[torch.Tensor]] = []
+        for each in (unsplit, module):
+            seen: list[torch.Tensor] = []
+
+            def note(_m: Any, _a: Any, out: Any, seen: list[torch.Tensor] = seen) -> None:
+                seen.append(out.detach().clone())
+
+            block = each.blocks[1]
+            handles = [block.b.register_forward_hook(note), block.a.register_forward_hook(note)]
+            each(X)
+            for handle in handles:
+                handle.remove()
+            kept.append(seen)
+        assert len(kept[0]) == 2
+        assert all(map(torch.equal, *kept))
+    assert len(module._specializations) == 1
+
+
 def test_a_loss_on_what_a_hook_kept_is_refused() -> None:
     model, seen = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
     model[2].register_forward_hook(lambda _m, _a, out: seen.append(out))

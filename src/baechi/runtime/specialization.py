@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, starmap
 from threading import Condition, RLock, get_ident
 from typing import Any, Final, final
 
@@ -14,6 +14,7 @@ from baechi.torch_support.torch_internals import hooks_of
 from baechi.tracing.calling_convention import Call, changes
 from baechi.tracing.faithfulness import HOOKS
 from baechi.tracing.guards import Attributes, HeldObjects
+from baechi.tracing.observers import identity_of
 
 _MOST_KEYS: Final = 4096  # calls that are found by their key alone, and join no family again
 
@@ -225,7 +226,8 @@ class ModuleKind:
         modules = tuple(self._module.modules())
         hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
         modes = tuple(module.training for module in modules)
-        kind = (modules, modes, tuple(tuple(row) for row in hooks if row))
+        rows = ((i, tuple(starmap(identity_of, row.items()))) for i, row in enumerate(hooks) if row)
+        kind = (modules, modes, tuple(rows))
         self._number = self._numbers.setdefault(kind, len(self._numbers))
         state = ((module, _STATE) for module in modules)
         dicts, unhooked = _submodules_and_hooks(modules)

@@ -114,11 +114,11 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         for name, module in model.named_modules():
             for kind in FORWARD:
                 hooks = hooks_of(module, kind)
-                for key, hook in list(hooks.items()):
+                for number, (key, hook) in enumerate(list(hooks.items())):
                     if not serves_inside(hook):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = (
-                            recording(hook, title, functions.observe)
+                            recording(hook, (kind, key, number), title, functions.observe)
                             if observes(hook)
                             else _noting(hook, title, lost)
                         )

@@ -68,6 +68,7 @@ class Observer:
 
     Args:
         hook: The hook.
+        place: Its kind, and its key and number among the module's hooks of this kind.
         module: The module that has it.
         title: Both, for people.
         seen: The hook's arguments after the module, without tensors.
@@ -80,9 +81,14 @@ class Observer:
     __name__ = __qualname__ = "observe"
 
     def __init__(
-        self, hook: Callable[..., Any], module: nn.Module, title: str, seen: Structure
+        self,
+        hook: Callable[..., Any],
+        place: tuple[str, int, int],
+        module: nn.Module,
+        title: str,
+        seen: Structure,
     ) -> None:
-        self._hook, self._module, self._seen = hook, module, seen
+        self._hook, self._place, self._module, self._seen = hook, place, module, seen
         self.title = title
         self.constants: Sequence[torch.Tensor] = ()
         self._stale = False
@@ -99,12 +105,15 @@ class Observer:
         """
         if not getattr(_RUNNING, "on", False) or any(isinstance(t, FakeTensor) for t in tensors):
             return
+        kind, key, number = self._place
+        hooks = hooks_of(self._module, kind)  # another like it may have come in its place
+        hook = self._hook if key in hooks else list(hooks.values())[number]
         seen = self._seen.fill(tensors)
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
-        reached = _reached(self._hook) if self.constants else None
+        reached = _reached(hook) if self.constants else None
         held = [(t, _version(t)) for t in self.constants if reached and id(t) in reached]
-        returned = self._hook(self._module, *seen)
-        now = _reached(self._hook) if held else None
+        returned = hook(self._module, *seen)
+        now = _reached(hook) if held else None
         exchanged = now is not None and any(id(t) not in now for t, _ in held)
         self._stale |= exchanged or any(_version(t) != version for t, version in held)
         if self._stale:
@@ -176,7 +185,9 @@ def _version(tensor: torch.Tensor) -> int:
 Record = Callable[[Observer, Sequence[Any]], None]
 
 
-def recording(hook: Callable[..., Any], title: str, record: Record) -> Callable[..., None]:
+def recording(
+    hook: Callable[..., Any], place: tuple[str, int, int], title: str, record: Record
+) -> Callable[..., None]:
     """What stands for an observing hook while a tracer runs: it makes a node and runs nothing."""
 
     def recorded(module: nn.Module, *seen: Any) -> None:
@@ -184,7 +195,7 @@ def recording(hook: Callable[..., Any], title: str, record: Record) -> Callable[
         structure = parts.structure(seen)
         if any(isinstance(constant, SYMBOLIC) for constant in structure.constants):
             raise TypeError(f"{title} sees a number that depends on sizes")
-        observer = Observer(hook, module, title, structure)
+        observer = Observer(hook, place, module, title, structure)
         proxy = next((t for t in parts.tensors if isinstance(t, fx.Proxy)), None)
         if proxy is None:
             record(observer, parts.tensors)
@@ -238,6 +249,15 @@ def without_observers(module: nn.Module) -> Iterator[None]:
             for key in [key for key, hook in row.items() if observes(hook)]:
                 del row[key]
         yield
+
+
+def identity_of(key: int, hook: Any) -> Any:
+    """Equal for hooks of which a plan may run either.
+
+    Those are of the same code, only observe, and hold no tensor that forward could read.
+    """
+    plain = isinstance(hook, FunctionType) and observes(hook) and _reached(hook) == {}
+    return hook.__code__ if plain else key
 
 
 def serves_inside(hook: Any) -> bool:
