@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 SEEN: list[Any] = []
+OUTSIDE: list[torch.Tensor] = []
 
 
 @dataclasses.dataclass
@@ -230,9 +231,25 @@ def test_forward_must_not_read_what_an_observer_sets() -> None:
         assert torch.equal(module(X), module.notes["a"])
     assert len(module._specializations) == 1
     module = placed.lazily(Remembers(reads=True), placer="single", training=False)
-    with pytest.raises(
-        baechi.ExecutionError, match="sets 'scale' of a module, which forward reads"
-    ):
+    with pytest.raises(baechi.ExecutionError, match="sets 'scale', which forward reads"):
+        module(X)
+
+
+class ReadsOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.a.register_forward_hook(lambda _m, _a, out: OUTSIDE.append(out.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return x + OUTSIDE[0] if OUTSIDE else x
+
+
+def test_forward_must_not_read_what_an_observer_puts_into_a_global() -> None:
+    OUTSIDE.clear()
+    module = at_random(ReadsOutside(), (X,))
+    with pytest.raises(baechi.ExecutionError, match="sets 'OUTSIDE', which forward reads"):
         module(X)
 
 

@@ -324,10 +324,11 @@ class Executable:
             result = self._called(calls, meter)
         if not self.attributes.hold():
             names = {name for _, name in self.attributes.set_since() & self.module.reads}
+            names |= self.attributes.set_outside()
             if names:
                 raise ExecutionError(
-                    f"a hook sets {min(names)!r} of a module, which forward reads: the trace has "
-                    f"the value of before. {RETURN_IT}"
+                    f"a hook sets {min(names)!r}, which forward reads: the trace has the value of "
+                    f"before. {RETURN_IT}"
                 )
             self.attributes = self.attributes.settled()
         return result

@@ -26,6 +26,7 @@ from functools import partial
 from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -314,6 +315,11 @@ class Attributes:
         return {
             (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
         }
+
+    def set_outside(self) -> set[str]:
+        """The variables outside of the model that are not as they were."""
+        outside = (row for row in self._rows if isinstance(row.owner, ModuleType | CellType))
+        return {name for row in outside if not row.holds() for name in row.changed()}
 
     def modes_since(self) -> list[tuple[dict[str, Any], str, str]]:
         """The strings that changed since, each with the dict of its module, and its name there."""
