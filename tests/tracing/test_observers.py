@@ -157,6 +157,30 @@ def test_hooks_that_come_anew_for_each_call_have_one_plan() -> None:
     assert len(module._specializations) == 1
 
 
+def test_a_hook_that_removes_itself_runs_once_and_the_next_runs_as_before() -> None:
+    model = Net()
+    unsplit = copy.deepcopy(model)
+    module = placed.lazily(model)
+    for _ in range(2):
+        kept: list[list[str]] = []
+        for each in (unsplit, module):
+            seen: list[str] = []
+            handles: list[Any] = []
+
+            def once(*_: Any, seen: list[str] = seen, handles: list[Any] = handles) -> None:
+                seen.append("once")
+                handles[0].remove()
+
+            def note(*_: Any, seen: list[str] = seen) -> None:
+                seen.append("note")
+
+            handles += [each.blocks[1].b.register_forward_hook(hook) for hook in (once, note)]
+            each(X)
+            handles[1].remove()
+            kept.append(seen)
+        assert kept[0] == kept[1] == ["once", "note"]
+
+
 def test_a_loss_on_what_a_hook_kept_is_refused() -> None:
     model, seen = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
     model[2].register_forward_hook(lambda _m, _a, out: seen.append(out))

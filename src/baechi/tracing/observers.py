@@ -254,10 +254,11 @@ def without_observers(module: nn.Module) -> Iterator[None]:
 def identity_of(key: int, hook: Any) -> Any:
     """Equal for hooks of which a plan may run either.
 
-    Those are of the same code, only observe, and hold no tensor that forward could read.
+    Those are of the same code, only observe, hold no tensor that forward could read, and remove no
+    hook: the one that comes anew is found by its place among the others.
     """
     plain = isinstance(hook, FunctionType) and observes(hook) and _reached(hook) == {}
-    return hook.__code__ if plain else key
+    return hook.__code__ if plain and "remove" not in hook.__code__.co_names else key
 
 
 def serves_inside(hook: Any) -> bool:
