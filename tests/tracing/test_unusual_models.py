@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +238,20 @@ def test_cached_functions_keep_no_tensor_of_a_tracer(where: str) -> None:
     assert type(table(len(X))) is Tensor
     assert torch.equal(placed(X), copy.deepcopy(model)(X))
     table.cache_clear()
+
+
+def test_a_function_with_a_cache_may_come_into_an_installed_package_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("installed")
+    package.__file__ = f"{sysconfig.get_path('purelib')}/installed/__init__.py"
+    monkeypatch.setitem(sys.modules, "installed", package)
+    model = Middle(lambda _, x: x * package.table(len(x)))
+    package.table = cosines.__wrapped__
+    baechi.trace(model, (X,))
+    package.last = package.table = functools.lru_cache(cosines.__wrapped__)
+    baechi.trace(model, (X,))
+    assert type(package.table(len(X))) is Tensor
 
 
 def make_buffer(model: Any, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import functools
 import gc
 import random
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -313,6 +314,10 @@ _NO_MODELS: Final = {
 }
 # What may hold a function with a cache in its `__wrapped__`, or as a function's closure.
 _WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
+# Of each file of an installed package, how many names it has and its functions with a cache. To
+# look at all that transformers has takes as long as to trace a small model.
+_LOOKED: Final[dict[str, tuple[int, dict[int, Any]]]] = {}
+_INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 @contextmanager
@@ -363,9 +368,11 @@ def fakes_removed(model: nn.Module) -> Iterator[None]:
     Except parameters, buffers and submodules that forward makes: `unchanged` reports these.
     """
     known = {id(row) for module in model.modules() for row in state_of(module)}
-    rows = [row for row in (*_holders(model), *_tables(model)) if id(row) not in known]
-    before = [(holder, dict(_entries(holder))) for holder in rows]
-    caches = [(row, row.cache_info().misses) for row in _cached_functions(rows)]
+    scopes = [value for scope in _scopes(model) for value in list(scope.values())]
+    rows = {id(row): row for row in (*_holders(model), *filter(is_container, scopes))}
+    before = [(row, dict(_entries(row))) for key, row in rows.items() if key not in known]
+    values = [value for _, own in before for value in own.values()]
+    caches = [(row, row.cache_info().misses) for row in _cached_functions(scopes + values)]
     try:
         yield
     finally:
@@ -377,17 +384,29 @@ def fakes_removed(model: nn.Module) -> Iterator[None]:
             _clean(holder, own)
 
 
-def _cached_functions(rows: list[Any]) -> list[Any]:
-    """Functions with `functools.lru_cache` in these lists and dicts, and in all files."""
-    files = [
-        row
-        for name, row in list(sys.modules.items())
-        if name.partition(".")[0] not in _NO_MODELS and issubclass(type(row), ModuleType)
-    ]
-    values = [value for file in files for value in list(vars(file).values())]
+def _cached_functions(values: list[Any]) -> list[Any]:
+    """Functions with `functools.lru_cache` among these values, and in all files.
+
+    A file of an installed package is looked into again where it has more names or fewer.
+    """
+    found, values = dict[int, Any](), values.copy()
+    for name, file in list(sys.modules.items()):
+        if name.partition(".")[0] in _NO_MODELS or not issubclass(type(file), ModuleType):
+            continue
+        names = vars(file)
+        if not str(names.get("__file__")).startswith(_INSTALLED):
+            values += list(names.values())
+            continue
+        if name not in _LOOKED or _LOOKED[name][0] != len(names):
+            _LOOKED[name] = len(names), _caches_in(list(names.values()))
+        found |= _LOOKED[name][1]
+    return list((found | _caches_in(values)).values())
+
+
+def _caches_in(values: list[Any]) -> dict[int, Any]:
+    """Functions with a cache among the values and in the classes of these, by their ids."""
     kinds = {id(value): value for value in values if issubclass(type(value), type)}
-    values += [value for kind in kinds.values() for value in list(vars(kind).values())]
-    values += [value for row in rows for _, value in _entries(row)]
+    values = values + [value for kind in kinds.values() for value in list(vars(kind).values())]
     found: dict[int, Any] = {}
     seen: set[int] = set()
     while values:
@@ -405,7 +424,7 @@ def _cached_functions(rows: list[Any]) -> list[Any]:
                     with suppress(ValueError):  # it is empty
                         inner.append(cell.cell_contents)
         values = inner
-    return list(found.values())
+    return found
 
 
 def _holders(model: nn.Module) -> list[Any]:
@@ -429,8 +448,8 @@ def _entries(holder: Any) -> list[tuple[Any, Any]]:
     return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
 
 
-def _tables(model: nn.Module) -> list[Any]:
-    """The lists and dicts of the classes of the model's modules, and of the files of these."""
+def _scopes(model: nn.Module) -> list[Mapping[str, Any]]:
+    """What the classes of the model's modules define, and the files of these."""
     kinds = {
         kind
         for module in model.modules()
@@ -438,10 +457,7 @@ def _tables(model: nn.Module) -> list[Any]:
         if kind.__module__.partition(".")[0] not in ("torch", "builtins")
     }
     files = {kind.__module__ for kind in kinds} & sys.modules.keys()
-    scopes: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
-    scopes += [vars(sys.modules[name]) for name in files]
-    found = {id(value): value for scope in scopes for value in scope.values()}
-    return [value for value in found.values() if is_container(value)]
+    return [*map(vars, kinds), *(vars(sys.modules[name]) for name in files)]
 
 
 def _is_record(value: Any) -> bool:
