@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 from benchmarks.random_jobs import log_normal, poisson_jobs
-from hypothesis import example, given, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 from seeds import covering
 
@@ -198,8 +198,7 @@ def elastic_traces(draw):
     return jobs
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_work_in_is_work_out(policy, watched, monkeypatch):
+def test_work_in_is_work_out(watched, monkeypatch):
     """For sizes that change, kinds of GPU and jobs that share: each tick's work adds up."""
     done: Counter[str] = Counter()
     settle = JobRun.settle
@@ -216,16 +215,7 @@ def test_work_in_is_work_out(policy, watched, monkeypatch):
         )
     )
 
-    @given(
-        elastic_traces(),
-        st.sampled_from([mixed, Fleet.uniform(2, 1, 3), Fleet.uniform(1, 2, 4, speed=2000)]),
-        st.sampled_from([0, 5]),
-        st.sampled_from(SHARINGS),
-        st.sampled_from(["best-fit", "consolidated", "baechi"]),
-        st.booleans(),
-    )
-    @settings(max_examples=10, deadline=None)
-    def check(jobs, fleet, cost, sharing, scheme, contention):
+    def settled(policy, jobs, fleet, cost, sharing, scheme, contention):
         arguments = (jobs, fleet, policy_named(policy), scheme_named(scheme))
         options = {
             "sharing": sharing_named(sharing, 3),
@@ -244,6 +234,20 @@ def test_work_in_is_work_out(policy, watched, monkeypatch):
             assert asked <= done[row.job.name] < asked + 20 * WORK or asked == 0
             assert row.overhead == cost * row.preempt
         assert job_csv(simulate_cluster(*arguments, **options)) == job_csv(result)
+
+    @given(
+        elastic_traces(),
+        st.sampled_from([mixed, Fleet.uniform(2, 1, 3), Fleet.uniform(1, 2, 4, speed=2000)]),
+        st.sampled_from([0, 5]),
+        st.sampled_from(SHARINGS),
+        st.sampled_from(["best-fit", "consolidated", "baechi"]),
+        st.booleans(),
+    )
+    @settings(max_examples=10, deadline=None)
+    def check(jobs, fleet, cost, sharing, scheme, contention):
+        for policy in POLICIES:
+            note(policy)
+            settled(policy, jobs, fleet, cost, sharing, scheme, contention)
 
     check()
 
@@ -274,19 +278,21 @@ def check_result(result, jobs, fleet, policy, restart_cost):
         assert after[8] >= before[8]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @given(jobs=traces(), scheme=st.sampled_from(["count", "consolidated", "random"]))
-def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs, scheme):
+def test_gpu_seconds_in_are_gpu_seconds_out(jobs, scheme):
+    """Of every policy; a trace takes longer to draw than a policy to run it."""
     plain = [replace(job, memory_bytes=0, compute=WHOLE, limit=WHOLE, graph=None) for job in jobs]
     fleet = Fleet.uniform(1, 2, 4)
-    result = simulate_cluster(plain, fleet, policy_named(policy), scheme_named(scheme))
-    assert not result.refused or scheme == "consolidated"
-    needed = sum(row.job.gpus * row.job.duration for row in result.outcomes)
-    figures = summary(result)
-    held = needed / (figures["makespan"] * result.gpus) if figures["makespan"] else None
-    assert figures["utilization"] == held
-    for row in result.outcomes:
-        assert row.completion_time == row.pending_time + row.job.duration
+    for policy in POLICIES:
+        note(policy)
+        result = simulate_cluster(plain, fleet, policy_named(policy), scheme_named(scheme))
+        assert not result.refused or scheme == "consolidated"
+        needed = sum(row.job.gpus * row.job.duration for row in result.outcomes)
+        figures = summary(result)
+        held = needed / (figures["makespan"] * result.gpus) if figures["makespan"] else None
+        assert figures["utilization"] == held
+        for row in result.outcomes:
+            assert row.completion_time == row.pending_time + row.job.duration
 
 
 @given(

@@ -1,12 +1,12 @@
 """Units that run forward again: the graph of a step with them, and what runs is bit for bit."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import zoo
 from placed import cpus, place_on, same
+from steps import case
 from torch import nn
 
 import baechi
@@ -17,9 +17,6 @@ from baechi.traced.traced_model import (
     RECOMPUTE,
 )
 from baechi.tracing.pytrees import tensors_in
-
-ALL = {**zoo.MODELS, **zoo.AWKWARD}
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,10 +42,10 @@ def applied(
     return place_on(traced, n, placer, checkpoint=checkpoint, **options)
 
 
-@cache
 def example(name: str) -> tuple[zoo.Example, baechi.Traced]:
-    model, args, kwargs = ALL[name]()
-    return (model, args, kwargs), baechi.trace(model, args, kwargs)
+    it = case(name)
+    it.reset()
+    return (it.model, *it.example()), it.traced
 
 
 def traced_of(name: str) -> baechi.Traced:

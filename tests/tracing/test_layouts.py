@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from placed import assert_same_values, at_random, step
+from steps import case
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -207,15 +207,16 @@ def test_torch_still_loses_contiguous() -> None:
 
 
 @pytest.mark.parametrize(
-    "example",
+    "name",
     [
-        *(zoo.gpt2, zoo.bert, zoo.t5, zoo.llama, zoo.vit, zoo.clip, zoo.nn_transformer),
-        *(zoo.lstm_lm, zoo.resnet_eval, zoo.resnet_train, zoo.attention),
+        *("gpt2", "bert", "t5", "llama", "vit", "clip", "nn_transformer"),
+        *("lstm_lm", "resnet_eval", "resnet_train", "attention"),
     ],
 )
-def test_the_models_run_whatever_the_layouts(example: Any) -> None:
-    model, args, kwargs = example()
-    traced = baechi.trace(model, args, kwargs)
+def test_the_models_run_whatever_the_layouts(name: str) -> None:
+    it = case(name)
+    it.reset()
+    traced = it.traced
     call = traced.module.call
     module = traced.module.graph_module
     with torch.no_grad():
