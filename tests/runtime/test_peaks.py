@@ -226,6 +226,40 @@ def test_a_reduced_loss_holds_the_memory_of_what_it_adds_up(loss: Callable[..., 
     assert 0 <= min(rows) <= 0.05
 
 
+class Labelled(nn.Module):
+    """Logits, and a loss that reads them through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 256), nn.Linear(256, 97)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(self.first(x))
+        return functional.cross_entropy(logits.view(-1, 97), y.view(-1)), logits
+
+
+def test_of_a_result_and_its_view_one_gradient_arrives() -> None:
+    rows = errors(Labelled(), (torch.randn(4, 64, 16), torch.randint(97, (4, 64))), 2, 2)
+    assert min(rows) >= 0
+
+
+class Turned(nn.Module):
+    """A normalization between two turns, whose gradient is no dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16), nn.GroupNorm(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.norm(x.mT).mT * x
+
+
+def test_a_gradient_of_a_view_is_as_dense_as_readers_send_it() -> None:
+    rows = errors(Turned(), (torch.randn(8, 64, 16),), 2, 4)
+    assert min(rows) >= 0
+
+
 def test_what_arrives_goes_after_the_first_of_an_operators_kernels() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
     traced = baechi.trace(model, (torch.randn(4, 3, 16, 16),))

@@ -36,7 +36,7 @@ from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a number's meaning changes.
-METHOD: Final = 9
+METHOD: Final = 10
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -456,10 +456,17 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
 
 @final
 class Arriving:
-    """Gradients that a backward is handed over, as in a step: each lives until it is used."""
+    """Gradients that a backward is handed over, as in a step: each lives until it is used.
+
+    One comes for a tensor that several results show as a whole. What comes for others of them is
+    added to it before.
+    """
 
     def __init__(self, roots: Sequence[torch.Tensor]) -> None:
-        seeds: list[torch.Tensor | None] = [torch.ones_like(root) for root in roots]
+        last = {key_of(t.untyped_storage()): t for t in roots if _is_whole(t)}
+        whole = {id(t) for t in last.values()}
+        roots = [t for t in roots if id(t) in whole or not _is_whole(t)]
+        seeds: list[torch.Tensor | None] = [_gradient_of(root) for root in roots]
         self._arrived = [weakref.ref(s) for s in distinct_storages(seeds).values()]
         self._end: torch.Tensor = TapeEnd.apply(seeds, *roots)  # type: ignore[no-untyped-call]
 
@@ -486,6 +493,18 @@ class Arriving:
         beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
         scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
         return scratch_bytes, max(new_bytes - above_bytes, 0)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """True if it shows all of its memory."""
+    dense = tensor.layout is torch.strided
+    return dense and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _gradient_of(root: torch.Tensor) -> torch.Tensor:
+    """A gradient as readers send it: of a view, such as `x.mT`, one that is no part of another."""
+    like = torch.contiguous_format if root._is_view() else torch.preserve_format
+    return torch.ones_like(root, memory_format=like)
 
 
 def cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
