@@ -124,7 +124,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
         if isinstance(name, str) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(name))
-    costly = sum(item.get_closest_marker("costly") is not None for item in items)
+    default = (item for item in items if item.get_closest_marker("slow") is None)
+    costly = sum(item.get_closest_marker("costly") is not None for item in default)
     if costly > _COSTLY:
         raise pytest.UsageError(f"{costly} tests have the marker costly; at most {_COSTLY} may.")
     wanted = [

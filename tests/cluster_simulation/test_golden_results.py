@@ -119,6 +119,7 @@ def test_muris_results_are_as_published(policy, mean, error):
 
 
 @published
+@pytest.mark.costly("a scheme looks at all 6,000 GPUs for each pod")
 @pytest.mark.parametrize(("scheme", "percent"), openb.PUBLISHED.items())
 def test_fgds_allocations_are_as_published(scheme, percent):
     # The mean of ten seeds there, which differ by 0.1 to 0.6.
