@@ -73,6 +73,7 @@ test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
 	$(MAKE) test-emulated
+	$(MAKE) sanitize SANITIZED_CASES="not slow"
 
 test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other libraries, and the recipes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
@@ -116,6 +117,8 @@ CHECKED := import pathlib, sys, baechi._core as core; path = pathlib.Path(core._
   sys.exit(None if b"__asan_init" in path.read_bytes() else f"{path} has no sanitizers; is baechi installed as editable? make clean, then make sanitize")
 SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=build/sanitized $(BIN)/python
+# At night those, too, that run no line of C++ that the others don't.
+SANITIZED_CASES ?= not slow and not unsanitized
 # Without the tests of other solvers, whose libraries have no sanitizers.
 sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
 	rm -rf build/sanitized
@@ -123,7 +126,7 @@ sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and un
 	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
 	$(SANITIZED) -m pytest $(CORE_TESTS) --hypothesis-profile sanitized -o budget_s=0 \
-	  --ignore tests/placers/test_linear_programs.py
+	  --ignore tests/placers/test_linear_programs.py -m "$(SANITIZED_CASES)"
 
 clean: ## Remove what make made, the virtual environment too
 	rm -rf $(VENV) build dist baechi-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

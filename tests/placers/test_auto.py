@@ -99,6 +99,7 @@ def packed(problem):
     return False
 
 
+@pytest.mark.unsanitized
 def test_fast_finds_what_is_hidden_and_what_packing_finds():
     easy = 0
     count = seeds(300)
@@ -114,6 +115,7 @@ def test_fast_finds_what_is_hidden_and_what_packing_finds():
 
 
 # Here a fast search finds nothing unless it searches once more; in some, neither does packing.
+@pytest.mark.unsanitized
 @pytest.mark.parametrize(
     ("effort", "seeds"),
     [
@@ -128,6 +130,7 @@ def test_every_effort_finds_what_is_hard_to_find(effort, seeds):
         solve(problem.graph, problem.cluster, effort=effort)
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_memory_that_a_contiguous_split_nearly_fills_is_enough(seed, effort):
@@ -140,6 +143,7 @@ def test_a_memory_that_a_contiguous_split_nearly_fills_is_enough(seed, effort):
     assert solve(graph, cluster, effort=effort).stats["makespan_ns"] <= known
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
 @pytest.mark.parametrize("ccr", [0.1, 1, 10])
 def test_a_memory_that_a_planted_placement_nearly_fills_is_enough(ccr, effort):
@@ -194,6 +198,7 @@ for placer, effort, ops in {asked!r}:
 """
 
 
+@pytest.mark.unsanitized
 def test_every_process_finds_the_same_bytes():
     asked = [("auto", "fast", 80), ("auto", "balanced", 40), ("auto", "thorough", 6)]
     asked += [(name, "balanced", 40) for name in PLACERS[1:-1]]
@@ -210,6 +215,7 @@ def test_every_process_finds_the_same_bytes():
     assert outputs[0].count(b"makespan_ns") == len(asked)
 
 
+@pytest.mark.unsanitized
 def test_the_number_of_cores_changes_nothing(monkeypatch):
     made = generators.planted(3, 60, 3)
     answers = []

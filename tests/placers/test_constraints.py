@@ -309,6 +309,7 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
         solve(graph, cluster, name, constraints=rules)
 
 
+@pytest.mark.unsanitized
 @given(graphs(max_ops=5, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 60)), st.data())
 def test_the_missing_memory_is_exact(graph, cluster, data):
     rules = data.draw(constraints_for(graph, cluster))

@@ -17,6 +17,7 @@ from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, overflows, replay
 
 
+@pytest.mark.unsanitized
 def test_what_is_hidden_among_constraints_is_found():
     rules = missing = 0
     count = seeds(150)
@@ -50,6 +51,7 @@ def test_what_no_rule_finds_is_backtracked(seed, most_ops):
     assert not overflows(simulate(graph, cluster, placement, constraints), cluster, constraints)
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize(("seed", "most_ops"), [(1977, 14), (5174, 70)])
 def test_a_balanced_solve_finds_it_too(seed, most_ops):
     graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
@@ -58,6 +60,7 @@ def test_a_balanced_solve_finds_it_too(seed, most_ops):
 
 # Planted schedules, 5 % of memory to spare, tensors in flight as large as weights: an order that
 # does not look at memory has many times as much in flight.
+@pytest.mark.unsanitized
 @pytest.mark.parametrize(
     ("seed", "shape", "devices", "ccr"),
     [(0, "once", 2, 0.2), (1, "once", 3, 0.2), (2, "near", 2, 5.0), (1, "close", 2, 5.0),
@@ -71,6 +74,7 @@ def test_orders_that_let_go_early_are_found(seed, shape, devices, ccr):
     assert solve(made.graph, made.cluster, effort="fast") == placement
 
 
+@pytest.mark.unsanitized
 def test_a_balanced_solve_finds_one_on_many_devices():
     made = hidden(0, "close", 220, 8, 1.0)
     placement = solve(made.graph, made.cluster)

@@ -464,6 +464,7 @@ def test_an_interrupt_ends_the_searches_that_run(monkeypatch):
     assert seen[-1].closed
 
 
+@pytest.mark.unsanitized
 def test_a_search_ends_where_its_first_stages_gain_nothing():
     graph = generators.layered(0, 60, ccr=1.0)
     problem = Problem(graph, Cluster.uniform(4, generators.AMPLE, generators.LINK))

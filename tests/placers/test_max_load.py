@@ -108,6 +108,7 @@ def test_pins_and_room_for_weights_are_kept():
     assert balanced(Problem(graph, tight), (0, 0, 0, 0, 1, 1), 2_000).count(1) == 2
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize("seed", seeds(40))
 def test_what_is_found_for_throughput_fits(seed):
     graph = drawn(seed, most=14, nbytes=60)

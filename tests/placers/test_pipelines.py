@@ -56,6 +56,7 @@ def test_layers_interleave_where_memory_is_ample(microbatches, most):
     assert step_ns <= most * ideal_1f1b(graph, 4, microbatches)
 
 
+@pytest.mark.unsanitized
 def test_layers_interleave_in_the_memory_of_1f1b_and_a_few_layers_more():
     graph = layers(12)
     cluster = cluster_of([(3 + 4 * 3 + 4 + 1) * MIB] * 4, LINK)
@@ -75,6 +76,7 @@ def test_of_many_micro_batches_the_best_two_placements_are_ordered_with_all():
     assert not overflows(schedule, cluster)
 
 
+@pytest.mark.unsanitized
 def test_two_towers_and_a_trunk_are_no_slower_than_the_best_row_of_stages():
     """A device each for the towers: the second does not wait for the first."""
 
@@ -104,6 +106,7 @@ def test_every_answer_is_valid_and_no_slower_than_one_batch_after_the_other(seed
     assert solve(graph, cluster, effort="fast", microbatches=microbatches) == placement
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize("seed", seeds(10))
 def test_more_effort_is_never_slower(seed):
     graph, cluster = dense(seed)
@@ -115,6 +118,7 @@ def test_more_effort_is_never_slower(seed):
     assert steps[1] <= steps[0] * 1.01
 
 
+@pytest.mark.unsanitized
 def test_equal_input_gives_equal_bytes_and_a_file_has_the_turns():
     graph, cluster = layers(6), cluster_of([30 * MIB] * 3, LINK)
     placement = solve(graph, cluster, microbatches=4)
@@ -124,6 +128,7 @@ def test_equal_input_gives_equal_bytes_and_a_file_has_the_turns():
     assert "turns" not in dumps(solve(graph, cluster))
 
 
+@pytest.mark.unsanitized
 def test_constraints_hold_for_all_micro_batches():
     graph, cluster = layers(6), cluster_of([10**9] * 3, LINK)
     limits = Constraints(pins={"layer0": "d2"}, excluded=("d1",))
@@ -199,6 +204,7 @@ def test_for_throughput_the_period_is_least_and_then_the_step():
         solve(graph, cluster, objective="speed")
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize("seed", seeds(20))
 def test_no_row_of_runs_is_faster_than_their_period(seed):
     """And what was found has no longer one than a step, or than one device's work."""

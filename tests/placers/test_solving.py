@@ -173,6 +173,7 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
         solve(graph, cluster, name)
 
 
+@pytest.mark.unsanitized
 @given(graphs(max_ops=4, min_ops=1), clusters(memory=st.integers(0, 60)), st.sampled_from(NAMES))
 def test_the_missing_memory_is_exact(graph, cluster, name):
     try:

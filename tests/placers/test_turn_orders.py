@@ -75,6 +75,7 @@ def test_interleaved_chunks_halve_the_bubble():
     assert rhythm.step_ns == 28.5 * UNIT == rhythm.lower_bound_ns
 
 
+@pytest.mark.unsanitized
 @pytest.mark.parametrize(("contiguous", "most"), [(True, 0.01), (False, 0.04)])
 def test_unequal_chunks_come_near_the_bound(contiguous, most):
     gaps = []
