@@ -749,6 +749,40 @@ def test_numbers_are_not_told() -> None:
         baechi.trace(Signs(), (torch.randn(3, 4),))
 
 
+class LayerDrop(nn.Module):
+    """Leaves out layers at random, as the encoders of transformers do."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 1:] = x[:, :-1].clone()  # what torch.fx cannot trace
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.probability:
+                continue
+            x = layer(x)
+        return x
+
+
+def test_a_branch_that_no_draw_changes_is_in_the_trace() -> None:
+    model, x = seeded(partial(LayerDrop, 0.0)), torch.randn(3, 4)
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert placed.traced.rung == RUNG
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
+    assert baechi.trace(LayerDrop(1.0), (x,)).rung == RUNG  # all are left out
+
+
+def test_a_branch_taken_at_random_is_refused_by_name() -> None:
+    for probability in (1e-6, 0.5):
+        with pytest.raises(baechi.TraceError, match=r"at random, as LayerDrop.*\(at test_guards.py:"):
+            baechi.trace(LayerDrop(probability), (torch.randn(3, 4),))
+    baechi.trace(LayerDrop(0.5).eval(), (torch.randn(3, 4),))
+
+
 def test_the_real_run_leaves_nothing_behind() -> None:
     model = seeded(Writing)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -165,8 +165,9 @@ class Specializations:
             f"limit, and a call with {call.shapes} in {mode} mode fits none of them.{differs} From "
             f"now on the least recently used plan is dropped for a new one, such as that for "
             f"{special.module.call.shapes}; if its calls come back, they are planned again. Give "
-            "numbers that change from call to call as tensors, pad inputs to few shapes, or give "
-            f"place(..., max_shapes=...) more than {limit}."
+            "numbers that change from call to call as tensors, keep such attributes in a tensor "
+            "that is written in place (tau = torch.tensor(1.0); tau.fill_(0.9)), pad inputs to "
+            f"few shapes, or give place(..., max_shapes=...) more than {limit}."
         )
 
     def unknown(self, call: Call) -> InputError:

@@ -27,6 +27,9 @@ _FINITE: Final = (
     *(torch.isfinite, torch.isinf, torch.isnan),
     *(torch.Tensor.isfinite, torch.Tensor.isinf, torch.Tensor.isnan),
 )
+_COMPARISONS: Final = ("lt", "le", "gt", "ge")
+# What `torch.rand` draws at least, and at most in doubles.
+_EXTREMES: Final = (0.0, 1 - 2**-53)
 Asker = tuple[int, str, int]  # the id of a module, and the line of Python that it runs
 
 
@@ -48,6 +51,9 @@ class TruthValues(FunctionMode):
 
     Attributes:
         are_checks: Whether all that were replayed say that numbers are finite.
+
+    A branch that is taken at random, as with LayerDrop (arXiv 1909.11556), is refused: the next
+    call may take another.
     """
 
     def __init__(self, recorded: Mapping[Asker, Sequence[TruthValue]] | None = None) -> None:
@@ -57,6 +63,7 @@ class TruthValues(FunctionMode):
             None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
         )
         self._checks = WeakTensorKeyDictionary()
+        self._drawn = WeakTensorKeyDictionary()  # of `torch.rand`: False; compared: True
         self.are_checks = True
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,13 +72,29 @@ class TruthValues(FunctionMode):
             result = func(*args, **kwargs)
             if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
                 self._checks[result] = True
+            if self._rest is None:
+                self._note_drawn(func, args, result)
             return result
+        if self._drawn.get(args[0]):
+            raise RuntimeError(
+                "forward takes a branch at random, as LayerDrop does, and a split model would always "
+                "take the same; set that probability to 0 (layerdrop=0)"
+            )
         if self._rest is not None:
             return self._replay(args[0], self._rest)
         answer = bool(func(args[0]))
         found = TruthValue(args[0].shape, answer, args[0] in self._checks)
         self.recorded[_asker()].append(found)
         return answer
+
+    def _note_drawn(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        """Note what `torch.rand` draws, and comparisons of it that may be true or false."""
+        if func is torch.rand:
+            self._drawn[result] = False
+        elif getattr(func, "__name__", "") in _COMPARISONS and self._drawn.get(args[0]) is False:
+            drawn = [torch.full_like(args[0], extreme, dtype=torch.float64) for extreme in _EXTREMES]
+            low, high = (func(extreme, *args[1:]) for extreme in drawn)
+            self._drawn[result] = not torch.equal(low, high)
 
     def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
         """The asker's next truth value, with its check in the trace."""
