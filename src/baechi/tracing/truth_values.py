@@ -77,8 +77,8 @@ class TruthValues(FunctionMode):
             return result
         if self._drawn.get(args[0]):
             raise RuntimeError(
-                "forward takes a branch at random, as LayerDrop does, and a split model would always "
-                "take the same; set that probability to 0 (layerdrop=0)"
+                "forward takes a branch at random, as LayerDrop does, and a split model would "
+                "always take the same; set that probability to 0 (layerdrop=0)"
             )
         if self._rest is not None:
             return self._replay(args[0], self._rest)
@@ -92,8 +92,8 @@ class TruthValues(FunctionMode):
         if func is torch.rand:
             self._drawn[result] = False
         elif getattr(func, "__name__", "") in _COMPARISONS and self._drawn.get(args[0]) is False:
-            drawn = [torch.full_like(args[0], extreme, dtype=torch.float64) for extreme in _EXTREMES]
-            low, high = (func(extreme, *args[1:]) for extreme in drawn)
+            extremes = (torch.full_like(args[0], each, dtype=torch.float64) for each in _EXTREMES)
+            low, high = (func(extreme, *args[1:]) for extreme in extremes)
             self._drawn[result] = not torch.equal(low, high)
 
     def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
