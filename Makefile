@@ -17,6 +17,8 @@ CUDA_TORCH ?= torch==2.14.1 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0
 GPU_PYTHON ?= 3.12
 # Processes that share the tests, each with one torch thread and about a gigabyte.
 JOBS   ?= 2
+# Containers often set it, and then each process compiles all the modules it imports, torch's too: 6 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN     := $(VENV)/bin
 # Errors alone: what pip warns of is its own configuration, not this project's. Python compiles a module
