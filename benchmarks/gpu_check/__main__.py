@@ -25,14 +25,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu_check.check import cores
+from benchmarks.gpu_check.launcher import Launcher
 from benchmarks.gpu_check.report import page, unusable
 from benchmarks.gpu_check.run_step import Row, rows_of, rows_of_all
-from benchmarks.gpu_check.steps import STEPS, Step
+from benchmarks.gpu_check.steps import IMPORTED, STEPS, Step
 
 _ROOT = Path(__file__).parents[2]
 
 
-def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    steps: Sequence[Step] = STEPS,
+    imported: Sequence[str] = IMPORTED,
+) -> int:
     """Run the steps, and return the exit status: 0 where no row failed."""
     wish = _parser(steps).parse_args(arguments)
     if wish.list:
@@ -47,12 +52,12 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
     rows: list[Row] = []
     path = text = None
     kind = "-quick" if wish.quick else "-part" if wish.only else ""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Launcher(imported) as launcher:
 
         def start(step: Step) -> Iterator[Row | None]:
             left_s = wish.patience * wish.budget - (time.monotonic() - begun)
             limited = replace(step, limit_s=wish.patience * step.limit_s)
-            return rows_of(limited, Path(folder), quick=wish.quick, left_s=left_s)
+            return rows_of(limited, launcher, Path(folder), quick=wish.quick, left_s=left_s)
 
         for some in (chosen[:1], chosen[1:]):
             for row in rows_of_all(some, start, wish.at_once):

@@ -1,6 +1,7 @@
 """The process of one step: cases, each of which is a row, whatever it raises.
 
-`python3 -m benchmarks.gpu_check.check MODULE NAME ROWS LIMIT quick|whole`; `run_step.py` starts it.
+`launcher.py` forks it, and calls `begin`. Where that needs a new Python, it is
+`python3 -m benchmarks.gpu_check.check MODULE NAME ROWS LIMIT quick|whole`.
 """
 
 import faulthandler
@@ -9,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -83,6 +84,28 @@ class Check:
 
 def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def begin(
+    log: str, own: Mapping[str, str], early: Mapping[str, str], arguments: Sequence[str]
+) -> None:
+    """Become the process of a step, in a forked one.
+
+    Args:
+        log: Where what it prints goes.
+        own: Variables of its environment.
+        early: Those that torch reads when it is loaded, so that it must be loaded anew.
+        arguments: Of `main`.
+    """
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.update({**own, **early})
+    torch: Any = sys.modules.get("torch")
+    if early or (torch is not None and torch.cuda._is_in_bad_fork()):
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_check.check", *arguments])
+    main(*arguments)
 
 
 def main(module: str, step: str, path: str, limit_s: str, size: str) -> None:

@@ -4,28 +4,29 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.launcher import Launcher
 from benchmarks.gpu_check.steps import Step
 
 Row = dict[str, Any]
 
-_ROOT = Path(__file__).parents[2]
 _LEAST_S = 5.0
 _POLL_S = 0.1
 _LAST_LINES = 3
 
 
-def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator[Row | None]:
+def rows_of(
+    step: Step, launcher: Launcher, folder: Path, *, quick: bool, left_s: float
+) -> Iterator[Row | None]:
     """The rows of a step as they come; one more if it did not end as it should; None meanwhile.
 
     Args:
         step: What to run.
+        launcher: Begins its process.
         folder: For the row file, the log, and costs that steps measure and share.
         quick: Whether a few cases are enough.
         left_s: What is left of the time of all steps.
@@ -36,32 +37,26 @@ def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator
     limit_s = min(step.limit_s, left_s)
     path, log = folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
     path.touch()
-    command = [sys.executable, "-m", "benchmarks.gpu_check.check", step.module, step.name]
-    command += [str(path), str(limit_s), "quick" if quick else "whole"]
-    paths = os.pathsep.join([*filter(None, sys.path), str(_ROOT)])
-    own = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": paths}
+    own = {"XDG_CACHE_HOME": str(folder / "cache")}
+    arguments = (step.module, step.name, str(path), str(limit_s), "quick" if quick else "whole")
     begun = time.monotonic()
-    with log.open("wb") as output, path.open() as found:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=_ROOT,
-            env={**os.environ, **own, **step.environment},
-            start_new_session=True,
-        )
+    try:
+        process = launcher.begin(log, own, step.environment, *arguments)
+    except (OSError, ValueError):
+        yield _row(step, "step", "crash", 0.0, "what is imported for all steps ended Python")
+        return
+    with path.open() as found:
         try:
             late = False
-            ended = False
-            while not ended:
-                ended = process.poll() is not None
-                late = not ended and time.monotonic() - begun > limit_s
+            status = None
+            while status is None:
+                status = launcher.status(process)
+                late = status is None and time.monotonic() - begun > limit_s
                 if late:
                     _kill(process)
-                    ended = True
+                    status = -signal.SIGKILL
                 yield from _written(found)
-                if not ended:
+                if status is None:
                     yield None
         finally:
             _kill(process)
@@ -69,11 +64,10 @@ def rows_of(step: Step, folder: Path, *, quick: bool, left_s: float) -> Iterator
     last = " | ".join(log.read_text(errors="replace").split("\n")[-_LAST_LINES - 1 :]).strip(" |")
     if late:
         yield _row(step, "step", "timeout", took_s, f"over {limit_s:.0f} s: {last}")
-    elif process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
-        yield _row(step, "step", "crash", took_s, f"{name}: {last}")
-    elif process.returncode:
-        yield _row(step, "step", "crash", took_s, f"exit status {process.returncode}: {last}")
+    elif status < 0:
+        yield _row(step, "step", "crash", took_s, f"{signal.Signals(-status).name}: {last}")
+    elif status:
+        yield _row(step, "step", "crash", took_s, f"exit status {status}: {last}")
 
 
 def rows_of_all(
@@ -109,11 +103,10 @@ def _written(file: Any) -> Iterator[Row]:
         yield json.loads(line)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: int) -> None:
     """End the process and all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(process, signal.SIGKILL)
 
 
 def _row(step: Step, case: str, status: str, seconds: float, error: str) -> Row:

@@ -33,6 +33,8 @@ def _step(
     return Step(name, f"benchmarks.gpu_check.{module}", limit_s, claim, timed, environment)
 
 
+# What most steps import: the process that they are forked from has them.
+IMPORTED: Final = ("torch._dynamo", "baechi.placing", "pytest")
 # The limits are twice what a machine with an H200 and a slow Python took (`benchmarks/results`).
 STEPS: Final = (
     _step("environment", "machine", 40, "GPUs, driver, torch, CUDA, settings, other processes"),

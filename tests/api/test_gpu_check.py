@@ -59,16 +59,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs steps of the given code, and returns the exit status, rows and page."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def steps(*arguments: str, **code: str) -> tuple[int, list[Any], str]:
+    def steps(
+        *arguments: str, imported: tuple[str, ...] = (), **code: str
+    ) -> tuple[int, list[Any], str]:
         for name, text in code.items():
             (tmp_path / f"step_{name}.py").write_text(text)
         limits = dict.fromkeys(code, 60.0) | {"hang": 4.0}
+        early = {"early": {"OF_A_STEP": "read"}}
         rows = [
-            Step(name, f"step_{name}", limits[name], f"claims {name}", timed=name == "timed")
+            Step(
+                *(name, f"step_{name}", limits[name], f"claims {name}", name == "timed"),
+                environment=early.get(name, {}),
+            )
             for name in code
         ]
         out = tmp_path / "results"
-        status = main([*arguments, "--out", str(out)], rows)
+        status = main([*arguments, "--out", str(out)], rows, imported)
         (file,) = out.glob("*.jsonl")
         found = [json.loads(line) for line in file.read_text().splitlines()]
         return status, found, file.with_suffix(".txt").read_text()
@@ -108,6 +114,25 @@ def test_nothing_stops_the_run(run: Any) -> None:
     assert rows[1]["error"].startswith("SIGSEGV: ")
     assert rows[2]["error"].startswith("exit status 7")
     assert "No module named 'a_package_of_no_one'" in page
+
+
+def test_what_is_imported_for_all_may_be_missing_or_broken(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    imported = ("a_package_of_no_one", "broken", "html.entities")
+    code = "import sys\nthere = 'html.entities' in sys.modules\n"
+    code += "def run(check): check.case(f'is there: {there}', lambda: None)"
+    assert shown(run(host=code, imported=imported)[1]) == [("host", "is there: True", "ok")]
+    (tmp_path / "broken.py").write_text("import os; os.abort()")
+    status, rows, _ = run(host=GOOD, crash=CRASH, imported=imported)
+    assert status == 1
+    assert shown(rows) == [("host", "step", "crash"), ("crash", "step", "crash")]
+
+
+def test_what_reads_variables_of_a_step_is_imported_anew(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text("import os\nREAD = os.environ.get('OF_A_STEP', 'nothing')")
+    code = "import reading\ndef run(check): check.case(reading.READ, lambda: None)"
+    rows = run(late=code, early=code, imported=("reading",))[1]
+    assert shown(rows) == [("late", "nothing", "ok"), ("early", "read", "ok")]
 
 
 def test_a_step_that_hangs_is_ended(run: Any) -> None:
@@ -198,7 +223,7 @@ def test_steps_that_are_tests_name_tests_that_are_there(step: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 def test_the_command_tells_why_there_is_no_gpu(tmp_path: Path) -> None:
-    assert main(["--quick", "--out", str(tmp_path)]) == 1
+    assert main(["--quick", "--out", str(tmp_path)], imported=()) == 1
     (file,) = tmp_path.glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["step"] for row in rows} == {"environment"}
