@@ -1,6 +1,7 @@
 """The steps that are tests of this repository: each test is a row."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -68,7 +69,9 @@ def run(check: Check) -> None:
         chosen = f"({chosen}) and not allocator_holds"  # whose matrices are too large for a CPU
     options += ["-k", chosen] if chosen else []
     if cores() >= 4 * _WORKERS and importlib.util.find_spec("xdist") and not check.quick:
-        options += ["-n", str(_WORKERS)]
+        options += ["-p", "xdist", "-n", str(_WORKERS)]
+    # What else is installed for pytest no test here needs, and some of it takes seconds to import.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     status = pytest.main([*options, *files, f"--rootdir={_ROOT}"], plugins=[_Rows(check)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         check.row("pytest", "error", 0.0, error=f"pytest ended with {status!r}")
