@@ -124,8 +124,8 @@ def test_a_gpu_receives_and_launches_in_measured_times() -> None:
     )
     assert all(0 <= ns < 1_000_000_000 for ns in (*inference, *step, *larger))
     assert inference[1:] == (0, 0)
-    assert step[2] < larger[2]
-    if "EMULATED_CUDA" not in os.environ:  # where nothing is queued, and no GPU waits
+    if "EMULATED_CUDA" not in os.environ:  # where a wait is what the CPU computes
+        assert step[2] < larger[2]
         assert graph_launch_ns(gpu) < inference[0] < sum(step[:2])
 
 
