@@ -225,7 +225,7 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
         assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("name", some(zoo.MODELS, 8, 3))
+@pytest.mark.parametrize("name", some(zoo.MODELS, 16, 3))
 def test_no_weight_outlives_its_model(name: str) -> None:
     """What autograd keeps of a trace, of a measured operator or of a step holds nothing else."""
     model, args, kwargs = zoo.MODELS[name]()

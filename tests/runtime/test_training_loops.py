@@ -286,11 +286,11 @@ def test_dropout_masks_are_the_unsplit_models_on_one_device_under_every_placer()
 class Attending(nn.Module):
     """torch's own layers, which are kernels without a derivative in evaluation."""
 
-    def __init__(self, *, nested: bool) -> None:
+    def __init__(self, *, nested: bool, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=nested)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
@@ -322,7 +322,7 @@ def test_fused_layers_are_measured_and_evaluated_between_steps(evaluated_first: 
 
 @pytest.mark.parametrize("batches", [2, "auto"])
 def test_micro_batches_of_fused_layers_are_evaluated_between_steps(batches: int | str) -> None:
-    model, x = Attending(nested=False), torch.randn(4, 5, 16)
+    model, x = Attending(nested=False, layers=1), torch.randn(4, 5, 16)
     unsplit = copy.deepcopy(model).eval()
     options: dict[str, Any] = {"costs": "estimate", "progress": False, "microbatches": batches}
     placed = baechi.place(model, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, placer="random", **options)

@@ -96,7 +96,7 @@ def test_a_device_holds_of_a_view_what_the_clock_sends(
     traced = baechi.trace(model.train(training), args)
     graph = traced.graph(baechi.estimate(traced, "cpu"), training=training)
     cluster = cpus(2, "1GiB", baechi.Link(5_000, 10**12))
-    for seed in range(4):
+    for seed in range(2):
         placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
         placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
         seen, said = placed.measure(1), placed.schedule.peak_bytes
@@ -111,7 +111,7 @@ def test_values_and_gradients_of_views_that_cross_together(
     model, args = make()
     with one_thread():
         wanted = step(copy.deepcopy(model), args, {})
-        for seed in range(4):
+        for seed in range(2):
             placed = baechi.place(
                 copy.deepcopy(model),
                 cpus(2, "1GiB"),
