@@ -125,6 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(("tests/ecosystem/", "docs/recipes/")):
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # other libraries' own
+            item.add_marker(pytest.mark.xdist_group("ecosystem"))  # which one process imports
         if item.nodeid.startswith("docs/recipes/") and "accelerate" not in item.nodeid:
             item.add_marker(pytest.mark.slow)
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")

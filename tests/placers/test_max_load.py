@@ -11,7 +11,6 @@ from strategies import dense
 from baechi import (
     Cluster,
     Constraints,
-    InfeasibleError,
     Link,
     Op,
     OpGraph,
@@ -21,6 +20,7 @@ from baechi import (
     solve,
 )
 from baechi.placers.max_load import balanced
+from baechi.placers.searching import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows, period_ns
 
@@ -115,8 +115,7 @@ def test_what_is_found_for_throughput_fits(seed):
     state = sum(op.persistent_bytes for op in graph.ops) + 100
     for share in (0.5, 0.7, 0.9):
         cluster = Cluster.uniform(3, int(state * share), LINK)
-        try:
-            placement = solve(graph, cluster, effort="fast", objective="throughput")
-        except InfeasibleError:
+        if find(Problem(graph, cluster)) is None:  # what is missing would take longer to find
             continue
+        placement = solve(graph, cluster, effort="fast", objective="throughput")
         assert not overflows(simulate(graph, cluster, placement), cluster)
