@@ -4,7 +4,6 @@ import gc
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -48,11 +47,6 @@ if find_spec("hypothesis") is None:
     ]
 _COSTLY = 10
 _GPUS = {"gpu": 1, "multigpu": 2}
-# Where bytecode is not to lie beside sources, each process would compile torch anew, which takes
-# 2.5 s, and transformers, which takes as long: it is kept in the environment's own folder.
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-    _kept = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(sys.prefix, "bytecode")))
-    sys.pycache_prefix, sys.dont_write_bytecode = _kept, False
 # Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
 # wait five minutes for them when a test run ends.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
