@@ -101,7 +101,7 @@ def calls_are_the_model(ranks: Ranks) -> None:
     for n in (None, 4):
         model, plain = twins()
         placed = place(model, ranks, microbatches=n)
-        for rows in (8, 4) if n is None else (8,):
+        for rows in (8,) if n and ranks.size == 2 else (8, 4):
             y = placed(X[:rows])
             z = plain(X[:rows]) if n is None else torch.cat([plain(c) for c in X[:rows].chunk(n)])
             equal(y, z, "the output")
