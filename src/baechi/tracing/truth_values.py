@@ -63,7 +63,7 @@ class TruthValues(FunctionMode):
             None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
         )
         self._checks = WeakTensorKeyDictionary()
-        self._drawn = WeakTensorKeyDictionary()  # of `torch.rand`: False; compared: True
+        self._drawn: Any = WeakTensorKeyDictionary()  # of `torch.rand`: False; compared: True
         self.are_checks = True
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
