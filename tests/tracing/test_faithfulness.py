@@ -51,6 +51,10 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1.0 + 0.045 * x * x)))
 
 
+def plain_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
 class Symmetric(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).T
@@ -454,6 +458,23 @@ def test_a_scripted_function_that_ran_before_keeps_its_gradient() -> None:
     torch.testing.assert_close(got, wanted)
     y = placed(x)
     torch.testing.assert_close(y, placed.unplace()(x))
+
+
+def test_a_scripted_function_that_casts_by_rules_of_its_own_is_not_traced() -> None:
+    """Under autocast TorchScript multiplies in float32, and the function that it is made of not."""
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
+        gelu, relu = torch.jit.script(tanh_gelu), torch.jit.script(plain_relu)
+    x = torch.randn(3, 4)
+    with one_thread(), torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(baechi.TraceError, match="tanh_gelu of torch.jit.script casts otherwise"):
+            baechi.trace(Middle(gelu), (x,))
+        for model, rung in (
+            (nn.Sequential(Middle(gelu), nn.Linear(4, 64)), "module granularity, opaque leaves"),
+            (Middle(relu), "torch.export (non-strict)"),
+        ):
+            placed = at_random(model, (x,))
+            assert placed.traced.rung == rung
+            assert torch.equal(placed(x), model(x))
 
 
 def test_hooks_that_transformers_leaves_behind_are_traced() -> None:

@@ -276,6 +276,13 @@ def refusals() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
+def script_casts(function: Any) -> bool:
+    """True if, in this state of autocast, TorchScript casts in a scripted function by own rules."""
+    graph = function.graph.copy()
+    torch._C._jit_pass_autocast(graph)
+    return "aten::_autocast_to_" in str(graph)
+
+
 def inductor_options(mode: str | None) -> dict[str, Any]:
     """Inductor's options in one of its modes, and whether it records CUDA graphs."""
     from torch._inductor import config, list_mode_options

@@ -30,6 +30,7 @@ from baechi.torch_support.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     refusals,
+    script_casts,
     untraced,
     version_of,
 )
@@ -117,6 +118,11 @@ class EagerBranches:
             # scripted runs; otherwise the compiled code, parts of which autograd cannot see.
             if threading.get_ident() != flag.thread:
                 return call(function, *args, **kwargs)
+            if script_casts(function):
+                raise TypeError(
+                    f"{function.name} of torch.jit.script casts otherwise under autocast than the "
+                    "function that it was made of; call that one"
+                )
             with patch.object(torch.compiler, "_is_exporting_flag", True):
                 return call(function, *args, **kwargs)
 
