@@ -466,7 +466,7 @@ def test_a_scripted_function_that_casts_by_rules_of_its_own_is_not_traced() -> N
         gelu, relu = torch.jit.script(tanh_gelu), torch.jit.script(plain_relu)
     x = torch.randn(3, 4)
     with one_thread(), torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(baechi.TraceError, match="tanh_gelu of torch.jit.script casts otherwise"):
+        with pytest.raises(baechi.TraceError, match=r"tanh_gelu of .* casts otherwise"):
             baechi.trace(Middle(gelu), (x,))
         for model, rung in (
             (nn.Sequential(Middle(gelu), nn.Linear(4, 64)), "module granularity, opaque leaves"),
