@@ -157,6 +157,31 @@ def test_a_transformer_with_a_mask_of_floats_is_split() -> None:
     placed.unplace()
 
 
+class Tokens(nn.Module):
+    """Makes a mask of floats of what its tokens are, as Pix2Struct does, and shows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = ids.ne(0).float()
+        mask[:, 0] = 1
+        x = self.table(ids)
+        return x if mask.bool().all() else x * mask.unsqueeze(-1)
+
+
+def test_a_mask_of_floats_that_forward_makes_of_tokens_is_known() -> None:
+    model = Tokens()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=False, placer=baechi.RandomPlacer(0))
+    for ids in (torch.ones(2, 3, dtype=torch.int64), torch.tensor([[0, 1, 2], [3, 0, 0]])):
+        assert torch.equal(placed(ids), unsplit(ids))
+        assert placed.traced.rung == "torch.export (non-strict)"
+    assert len(placed._specializations) == 2
+    placed.unplace()
+
+
 class Pooled(nn.Module):
     """Sums the rows of each graph of a batch, as graph networks do, and the first of each row."""
 
