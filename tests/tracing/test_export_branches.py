@@ -158,7 +158,7 @@ def test_a_transformer_with_a_mask_of_floats_is_split() -> None:
 
 
 class Tokens(nn.Module):
-    """Makes a mask of floats of what its tokens are, as Pix2Struct does, and shows the first."""
+    """Makes a mask of floats of what its tokens are, as Pix2Struct does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,8 +167,9 @@ class Tokens(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         mask = ids.ne(0).float()
         mask[:, 0] = 1
+        with_pixels = torch.cat([mask, torch.ones(len(ids), 2)], dim=1)  # as LayoutLMv3 does
         x = self.table(ids)
-        return x if mask.bool().all() else x * mask.unsqueeze(-1)
+        return x if with_pixels.bool().all() else x * mask.unsqueeze(-1)
 
 
 def test_a_mask_of_floats_that_forward_makes_of_tokens_is_known() -> None:

@@ -201,7 +201,7 @@ _EXACT: Final = frozenset(
         *("full", "zeros", "ones", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros"),
         *("triu", "tril", "triu_", "tril_", "masked_fill", "masked_fill_", "where", "fill_"),
         *("expand", "expand_as", "unsqueeze", "view", "reshape", "repeat", "__getitem__", "to"),
-        *("float", "double", "half", "bfloat16", "_with_item"),
+        *("float", "double", "half", "bfloat16", "_with_item", "cat", "stack", "clone"),
     )
 )
 # Functions that round as IEEE 754 says, hence alike on every device.
