@@ -764,7 +764,7 @@ class LayerDrop(nn.Module):
             if self.training and torch.rand([]) < self.probability:
                 continue
             x = layer(x)
-        return x
+        return x + 1 if torch.lt(input=x.sum(), other=1e9) else x
 
 
 def test_a_branch_that_no_draw_changes_is_in_the_trace() -> None:

@@ -277,7 +277,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def script_casts(function: Any) -> bool:
-    """True if, in this state of autocast, TorchScript casts in a scripted function by own rules."""
+    """True if TorchScript, in this state of autocast, casts in a function by rules of its own."""
     graph = function.graph.copy()
     torch._C._jit_pass_autocast(graph)  # type: ignore[attr-defined]
     return "aten::_autocast_to_" in str(graph)

@@ -195,7 +195,7 @@ _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
 _UNKNOWN: Final = ("rand", "bernoulli", "geometric", "multinomial", "empty", "new_empty", "resize")
 _UNKNOWN_TOO: Final = ("as_strided", "set_", "__get__", "__set__")
-# Functions that make and move floats and round none, for masks of zeros and -inf.
+# Functions that make, move and cast floats alike on every device: masks of ones, zeros and -inf.
 _EXACT: Final = frozenset(
     (
         *("full", "zeros", "ones", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros"),

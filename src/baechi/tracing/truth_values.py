@@ -63,7 +63,8 @@ class TruthValues(FunctionMode):
             None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
         )
         self._checks = WeakTensorKeyDictionary()
-        self._drawn: Any = WeakTensorKeyDictionary()  # of `torch.rand`: False; compared: True
+        # What `torch.rand` draws: False. Comparisons of it that may be true or false: True.
+        self._drawn: Any = WeakTensorKeyDictionary()
         self.are_checks = True
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +74,7 @@ class TruthValues(FunctionMode):
             if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
                 self._checks[result] = True
             if self._rest is None:
-                self._note_drawn(func, args, result)
+                self._note_drawn(func, args, kwargs, result)
             return result
         if self._drawn.get(args[0]):
             raise RuntimeError(
@@ -87,11 +88,15 @@ class TruthValues(FunctionMode):
         self.recorded[_asker()].append(found)
         return answer
 
-    def _note_drawn(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+    def _note_drawn(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Note what `torch.rand` draws, and comparisons of it that may be true or false."""
         if func is torch.rand:
             self._drawn[result] = False
-        elif getattr(func, "__name__", "") in _COMPARISONS and self._drawn.get(args[0]) is False:
+            return
+        compares = getattr(func, "__name__", "") in _COMPARISONS and len(args) == 2 and not kwargs
+        if compares and self._drawn.get(args[0]) is False:
             extremes = (torch.full_like(args[0], each, dtype=torch.float64) for each in _EXTREMES)
             low, high = (func(extreme, *args[1:]) for extreme in extremes)
             self._drawn[result] = not torch.equal(low, high)
