@@ -71,7 +71,11 @@ def _search_here(
 
     def graph_of(checkpoint: Any) -> OpGraph:
         return traced.graph(
-            profiles, training=training, optimizer=options.optimizer, checkpoint=checkpoint
+            profiles,
+            training=training,
+            optimizer=options.optimizer,
+            checkpoint=checkpoint,
+            draws_in_order=not any(options.gpus),
         )
 
     again = None if limited else _recomputed(options, traced)

@@ -131,10 +131,11 @@ class Cutter:
             self._ended[device] = known
             piece = self._open[device] = _Open(list(known))
         self._here.update((tensor, device) for tensor in missing)
+        arriving = [tensor for tensor in missing if not self.step.tensors[tensor].order]
         if self.apart:
-            self._events += [Place(tensor, device) for tensor in missing]
+            self._events += [Place(tensor, device) for tensor in arriving]
         else:
-            piece.arrivals += missing
+            piece.arrivals += arriving
         piece.ops.append(op)
         piece.leaving |= self._leaves(op, device)
 

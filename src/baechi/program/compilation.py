@@ -279,8 +279,8 @@ class Compiler:
         values: set[int] = set()
         for index, tensor in enumerate(self.step.tensors):
             readers = tuple(op for op in tensor.consumers if op in members)
-            if tensor.producer in self.step.units:
-                continue  # it is in the graph of its tape
+            if tensor.order or tensor.producer in self.step.units:
+                continue  # nothing is handed over, or it is in the graph of its tape
             if tensor.producer in members:
                 own = tape_of[tensor.producer]
                 if tensor.kept or any(tape_of[op] != own for op in readers):

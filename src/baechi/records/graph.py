@@ -136,19 +136,21 @@ class Tensor:
         consumers: Op indices, ascending, without repetition (the constructor sorts them).
         nbytes: Its size, in memory and on a link; may be given as a string.
         kept: Returned to the caller, so it stays until the end of the step.
+        order: Only an order: the consumers run after the producer, and nothing is handed over.
     """
 
     producer: int
     consumers: tuple[int, ...]
     nbytes: int
     kept: bool = False
+    order: bool = False
 
     def __post_init__(self) -> None:
         if (
             type(self.producer) is type(self.nbytes) is int
             and 0 <= self.producer <= INT64_MAX
             and 0 <= self.nbytes <= INT64_MAX
-            and type(self.kept) is bool
+            and type(self.kept) is type(self.order) is bool
             and type(self.consumers) is tuple
             and _ascends(self.consumers)
         ):
@@ -160,6 +162,7 @@ class Tensor:
         object.__setattr__(self, "consumers", consumers)
         object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
         check_is(self.kept, bool, f"kept {what}")
+        check_is(self.order, bool, f"order {what}")
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
@@ -412,7 +415,7 @@ class OpGraph(StepStructure):
         )
         tensors = ",".join(
             f"[{t.producer},[{','.join(map(str, t.consumers))}],{t.nbytes},"
-            f"{'true' if t.kept else 'false'}]"
+            f"{'true' if t.kept else 'false'}{',true' if t.order else ''}]"
             for t in self.tensors
         )
         times = json.dumps(dict(self.times), sort_keys=True, separators=(",", ":"))

@@ -163,7 +163,8 @@ class Admission:
         traced = resized(self.traced, values)
         growth = _growth(traced.module, self._facts, traced.module.facts)
         squares = [max(1.0, factor * factor) for factor in growth]
-        sizes = traced.sizes(training=training, checkpoint=self.checkpoint)
+        ordered = any(row.order for row in graph.tensors)
+        sizes = traced.sizes(training=training, checkpoint=self.checkpoint, draws_in_order=ordered)
         tensors = tuple(
             replace(row, nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]))
             for row, size in zip(graph.tensors, sizes, strict=True)

@@ -81,16 +81,24 @@ class Traced(TracedOperators):
         return tuple(sum(tensor.nbytes for tensor in tensors) for tensors in self.made)
 
     def structure(
-        self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
+        self,
+        *,
+        training: bool = True,
+        checkpoint: str | Iterable[str] | None = None,
+        draws_in_order: bool = False,
     ) -> StepStructure:
         """The structure of one step of this model, without costs; arguments as those of `graph`."""
-        return _structure(self, training=training, checkpoint=checkpoint)[0]
+        return _structure(self, training, checkpoint, draws_in_order)[0]
 
     def sizes(
-        self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
+        self,
+        *,
+        training: bool = True,
+        checkpoint: str | Iterable[str] | None = None,
+        draws_in_order: bool = False,
     ) -> list[int]:
         """The bytes of the tensors of `structure`, in order; `~i` for what op i saves inside."""
-        return _structure(self, training=training, checkpoint=checkpoint)[1]
+        return _structure(self, training, checkpoint, draws_in_order)[1]
 
     def graph(
         self,
@@ -99,6 +107,7 @@ class Traced(TracedOperators):
         training: bool = True,
         optimizer: str | None = None,
         checkpoint: str | Iterable[str] | None = None,
+        draws_in_order: bool = False,
     ) -> OpGraph:
         """The operator graph of one step of this model.
 
@@ -111,6 +120,9 @@ class Traced(TracedOperators):
             checkpoint: Paths of submodules, or patterns such as `"h.*"`: each of them keeps only
                 its inputs for the backward and runs its forward again there. `place` and
                 `choose_checkpoint` find them for a limit of memory.
+            draws_in_order: Operators that draw random numbers run one after another in the model's
+                order, whatever their devices. CPUs share one generator: so dropout masks are those
+                of the unsplit model. Every GPU has a generator of its own.
 
         Raises:
             InputError: A profile is of another model, two are of one kind, the optimizer is
@@ -131,7 +143,7 @@ class Traced(TracedOperators):
         _check_kinds(profiles)
         check_optimizer(optimizer)
         costs = _merged(profiles)
-        structure, edges = _structure(self, training=training, checkpoint=checkpoint)
+        structure, edges = _structure(self, training, checkpoint, draws_in_order)
         sizes = (size if size >= 0 else costs[~size].saved_bytes for size in edges)
         tensors = tuple(
             replace(row, nbytes=size) for row, size in zip(structure.tensors, sizes, strict=True)
@@ -283,7 +295,10 @@ def _ops(
 
 
 def _structure(
-    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None
+    traced: TracedOperators,
+    training: bool,
+    checkpoint: str | Iterable[str] | None,
+    draws_in_order: bool,
 ) -> tuple[StepStructure, list[int]]:
     """As `Traced.structure`, whose arguments it takes, and the bytes of tensors as in `_Edge`."""
     if checkpoint is not None and not training:
@@ -295,8 +310,23 @@ def _structure(
         ops, edges = _mirror(traced, ops, units)
     else:
         edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
+    if draws_in_order:
+        edges += [(Tensor(*ends, 0, order=True), 0) for ends in _unordered_draws(traced)]
     structure = StepStructure(tuple(ops), tuple(tensor for tensor, _ in edges))
     return structure, [size for _, size in edges]
+
+
+def _unordered_draws(traced: TracedOperators) -> Iterator[tuple[int, tuple[int]]]:
+    """Each op that draws random numbers, and the next one, where that does not depend on it."""
+    drawn = [-1] * len(traced.ops)  # the last op before each that draws, and on which it depends
+    last = -1
+    for index, op in enumerate(traced.ops):
+        if op.random:
+            if drawn[index] < last:
+                yield last, (index,)
+            drawn[index] = last = index
+        for consumer in (c for tensor in traced.made[index] for c in tensor.consumers):
+            drawn[consumer] = max(drawn[consumer], drawn[index])
 
 
 def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:

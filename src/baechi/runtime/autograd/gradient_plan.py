@@ -46,7 +46,7 @@ class Layout:
         # (producer, consumer) -> the tensors of the graph between them, ascending.
         self.between: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, tensor in enumerate(structure.tensors):
-            for consumer in tensor.consumers:
+            for consumer in () if tensor.order else tensor.consumers:
                 self.between[tensor.producer, consumer].append(index)
         self.values: dict[fx.Node, int] = {}  # the number of what passes between tapes or callers
 
