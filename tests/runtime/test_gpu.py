@@ -327,6 +327,27 @@ def test_dropout_in_a_cuda_graph_draws_as_the_eager_one(devices: list[str]) -> N
             torch.testing.assert_close(other, one, **TOLERANCES)
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+def test_several_gpus_draw_from_the_generator_of_the_first(cuda_graphs: Any) -> None:
+    """So masks are the unsplit model's, and what the caller draws next is, too."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(6)]
+    model = nn.Sequential(*layers).to("cuda:0")
+    x = torch.randn(32, 64, device="cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, (x,), {}, GPUS, 1, cuda_graphs=cuda_graphs)
+    drawn = [tape.device for tape in placed._current._executor.bound.tapes if tape.draws]
+    assert len(set(drawn)) == len(GPUS)
+    for number in range(WARM_UP + 2):
+        rows = []
+        for module in (reference, placed):
+            torch.manual_seed(number)
+            rows.append([*step(module, (x,), {}), torch.rand(4, device="cuda:0")])
+        for one, other in zip(*rows, strict=True):
+            torch.testing.assert_close(other, one, check_device=False, **TOLERANCES)
+        assert torch.equal(rows[0][-1], rows[1][-1])
+
+
 @pytest.mark.parametrize("casting", [True, False])
 def test_autocast_and_another_stream_are_honoured_by_cuda_graphs(casting: bool) -> None:
     model = Branches().to("cuda:0")

@@ -290,6 +290,7 @@ class _Binder:
             device=device,
             place=self._places[device],
             nodes=tuple(nodes),
+            draws=any(self._module.facts.nodes[node].random for node in nodes),
             function=self._function(tape, part),
             template=tuple(template),
             fills=tuple(fills),
@@ -323,7 +324,6 @@ class _Binder:
     def _recomputation(self, tape: int, part: Extract) -> Recomputation:
         """The recomputation of a checkpointed tape."""
         nodes = self._layout.nodes(tape)
-        facts = self._module.facts.nodes
         leaves = tuple(opaque_leaves(self._module.graph_module, nodes).values())
         crossing: list[tuple[int, int, int]] = []  # (argument, slot, the tape that reads it last)
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
@@ -342,7 +342,6 @@ class _Binder:
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
-            random=any(facts[node].random for node in nodes),
             crossing=tuple(
                 (argument, slot, end == tape and last[slot] == argument)
                 for argument, slot, end in crossing

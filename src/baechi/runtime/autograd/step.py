@@ -127,14 +127,15 @@ class Recomputation:
 
     copied: tuple[int, ...]  # arguments that are buffers which the model writes
     leaves: tuple[nn.Module, ...]  # opaque submodules with buffers that they may write
-    random: bool  # whether it draws random numbers
     # Of what another tape of the unit makes again: (argument, slot, whether it is the slot's last
     # reader); and the slots of what it makes for those.
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]
 
-    def keep(self, arguments: Sequence[Any], place: torch.device) -> "RecomputeInputs":
-        """The inputs that the tape keeps to run again, before it runs."""
+    def keep(
+        self, arguments: Sequence[Any], place: torch.device, *, draws: bool
+    ) -> "RecomputeInputs":
+        """The inputs that the tape keeps to run again, before it runs, and draws if it does."""
         rows = list(arguments)
         for argument in self.copied:
             rows[argument] = rows[argument].detach().clone()
@@ -148,7 +149,7 @@ class Recomputation:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        random = random_state(place) if self.random else None
+        random = random_state(place) if draws else None
         return RecomputeInputs(rows, versions, tuple(buffers), random, Autocast.current())
 
 

@@ -59,6 +59,7 @@ class TapeCode:
     device: int  # logical
     place: torch.device  # its torch device
     nodes: tuple[fx.Node, ...]  # those that it runs
+    draws: bool  # whether one of them draws random numbers
     # The generated function, of a list of arguments that it empties; and its arguments, with
     # parameters, buffers and submodules in place.
     function: Callable[[list[Any]], tuple[Any, ...]]
@@ -109,7 +110,7 @@ class TapeCode:
             passed = {output.given for output in self.outputs if isinstance(output.given, int)}
             mine = {index: mine[index] for index in passed}  # the code alone shall hold the rest
         again = self.recomputation if step.differentiate else None
-        kept = None if again is None else again.keep(arguments, self.place)
+        kept = None if again is None else again.keep(arguments, self.place, draws=self.draws)
         record = self._cut(step, arguments) if step.differentiate else Record()
         results = self._call(arguments)
         leaving = self._publish(step, results, mine)

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, final
@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
-from baechi.runtime.autograd.step import Step
+from baechi.runtime.autograd.step import Step, random_state, set_random_state
+from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import Graphs
 from baechi.runtime.executors.graphed_tape import GraphedTape, Statics
 from baechi.runtime.executors.held_storages import HeldStorages
@@ -330,7 +331,8 @@ class CudaExecutor:
                 continue
             for event in filter(None, map(arrivals.get, code.inputs)):
                 current_stream(code.place).wait_event(event)
-            tape.forward(step)
+            with self._drawing(step, code):
+                tape.forward(step)
             if graphs is not None and graphs.flights is not None:
                 # The next micro-batch in its slot writes there.
                 for result in (r for output in code.outputs for r in output.results):
@@ -338,6 +340,17 @@ class CudaExecutor:
                     step.results[result] = pytree.tree_map_only(
                         torch.Tensor, lambda tensor: tensor.detach().clone(), value
                     )
+
+    @contextlib.contextmanager
+    def _drawing(self, step: Step, code: TapeCode) -> Iterator[None]:
+        """A tape draws from the first GPU's generator: its state is taken there and brought back."""
+        home, place = next(iter(self._gpus), code.place), code.place
+        if not code.draws or place.type == "cpu" or place == home or step.own.captured:
+            yield
+            return
+        set_random_state(place, random_state(home))
+        yield
+        set_random_state(home, random_state(place))
 
     def _send(
         self,
