@@ -10,8 +10,6 @@ from torch import nn
 
 import baechi
 
-CPUS = {f"cpu:{i}": "1GiB" for i in range(3)}
-
 
 class Branches(nn.Module):
     """Two towers with dropout, whose second is short, and a trunk: any of them may be ahead."""
@@ -44,9 +42,8 @@ def step(model: nn.Module, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]
 
 
 def place(model: nn.Module, **options: Any) -> Any:
-    return baechi.place(
-        model, CPUS, costs="estimate", guard=False, progress=False, threads_per_device=1, **options
-    )
+    cluster, fixed = placed.cpus(3), {"costs": "estimate", "guard": False, "progress": False}
+    return baechi.place(model, cluster, threads_per_device=1, **fixed, **options)
 
 
 @pytest.mark.usefixtures("one_thread")

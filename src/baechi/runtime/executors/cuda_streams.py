@@ -343,7 +343,7 @@ class CudaExecutor:
 
     @contextlib.contextmanager
     def _drawing(self, step: Step, code: TapeCode) -> Iterator[None]:
-        """A tape draws from the first GPU's generator: its state is taken there and brought back."""
+        """A tape draws from the first GPU's generator: the state goes there and comes back."""
         home, place = next(iter(self._gpus), code.place), code.place
         if not code.draws or place.type == "cpu" or place == home or step.own.captured:
             yield
