@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from benchmarks.architectures.catalog import names
+from benchmarks.architectures.forms import FORMS, described
 from benchmarks.architectures.report import write_sizes, write_table
 from rich.progress import track
 
@@ -18,6 +19,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "architectures"
 def main(
     only: Annotated[str, typer.Option(help="Only these, with commas.")] = "",
     sizes: Annotated[bool, typer.Option("--sizes", help="Call each with four batches.")] = False,
+    form: Annotated[str, typer.Option(help=f"With commas: {described(FORMS)}.")] = "",
     timeout: Annotated[int, typer.Option(help="Seconds for each.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
@@ -28,11 +30,15 @@ def main(
     if wrong:
         typer.echo(f"No architecture is called {', '.join(wrong)}. There are {', '.join(known)}.")
         raise typer.Exit(2)
+    forms = form.split(",") if form else []
+    if not FORMS.keys() >= set(forms) or (forms and sizes):
+        typer.echo(f"A form is one of {', '.join(FORMS)}, without --sizes.")
+        raise typer.Exit(2)
     rows: list[dict[str, Any]] = []
     for name in track(chosen, description=""):
-        rows.append(_row(name, timeout, ["--sizes"] if sizes else []))
-        write = write_sizes if sizes else write_table
-        write(rows, out)  # what is found is kept, whatever ends this
+        rows.append(_row(name, timeout, ["--sizes"] if sizes else forms))
+        # What is found is kept, whatever ends this.
+        write_sizes(rows, out) if sizes else write_table(rows, out, forms)
 
 
 def _row(name: str, timeout: int, options: Sequence[str]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ FAMILIES = {
 }
 
 
-def example(name: str) -> Example:
-    """A model in training mode with arguments for it."""
+def example(name: str, *, dropout: bool = False, cache: bool = False) -> Example:
+    """A model in training mode with arguments for it; `small` has the options."""
     torch.manual_seed(0)
     if name in PLAIN:
         model, args, kwargs = PLAIN[name]()
@@ -29,7 +29,7 @@ def example(name: str) -> Example:
     for rows in FAMILIES.values():
         if name in rows:
             own, arguments, *parts = rows[name]
-            model = small(name, own, parts[0] if parts else {})
+            model = small(name, own, parts[0] if parts else {}, dropout=dropout, cache=cache)
             return model.train(), (), arguments()
     raise KeyError(name)
 

@@ -1,4 +1,4 @@
-"""One architecture, placed at random and set beside the unsplit model: `... .check NAME`.
+"""One architecture, placed at random and set beside the unsplit model: `... .check NAME [FORM...]`.
 
 Outputs, gradients of parameters and arguments, buffers and arguments are compared bit by bit, of a
 training step in training mode and of an inference in evaluation mode, at one thread everywhere.
@@ -9,11 +9,12 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from benchmarks.architectures.catalog import example
+from benchmarks.architectures.forms import autocast, formed, seeds
 from benchmarks.architectures.plain import PLAIN
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -25,15 +26,18 @@ from baechi.tracing.pytrees import tensors_in
 DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
 
 
-def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def step(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int = 3
+) -> dict[str, Any]:
     """What a forward and a backward leave: outputs, gradients, buffers."""
     args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
     model.zero_grad()
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     outputs = tensors_in(model(*args, **kwargs))
-    roots = [_scalar(t) for t in outputs if t.requires_grad]
-    if roots:
-        torch.stack(roots).sum().backward()
+    with torch.autocast("cpu", enabled=False):  # torch's advice: what follows forward is outside
+        roots = [_scalar(t) for t in outputs if t.requires_grad]
+        if roots:
+            torch.stack(roots).sum().backward()
     left: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     left |= {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     left |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -81,21 +85,27 @@ def _difference(name: str, one: Any, two: Any) -> str:
     return f"{name}: {worst:.1e} of {float(a.abs().max()):.1e}"
 
 
-def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def check(name: str, forms: Collection[str] = ()) -> dict[str, Any]:
     """What happened: operators, rungs, differences and errors, predicted and measured peaks."""
+    model, args, kwargs = formed(name, forms)
     row: dict[str, Any] = {"ops": 0, "rungs": [], "problems": [], "peaks": []}
     for training, seed in ((True, 1), (False, 3)):
         own = copy.deepcopy(model).train(training)
-        with torch_threads(1), torch.set_grad_enabled(training):
-            wanted = step(copy.deepcopy(own), args, kwargs)
-            unstable = differences(wanted, step(copy.deepcopy(own), args, kwargs))
+        with torch_threads(1), torch.set_grad_enabled(training), autocast(forms):
+            wanted, again = (
+                [step(unsplit, args, kwargs, n) for n in seeds(forms)]
+                for unsplit in (copy.deepcopy(own), copy.deepcopy(own))
+            )
+            unstable = [text for each in map(differences, wanted, again) for text in each]
             if unstable:
                 row["problems"].append(f"the unsplit model differs from itself: {unstable[0]}")
                 continue
             try:
-                _place(row, own, args, kwargs, wanted, training, seed)
+                _place(row, own, args, kwargs, wanted, seeds(forms), training, seed)
             except baechi.BaechiError as error:
                 row["problems"].append(f"{type(error).__name__}: {error}")
+            except Exception as error:  # what only the split model raises, whatever it is
+                row["problems"].append(f"fails when placed: {type(error).__name__}: {error}")
     return row
 
 
@@ -180,7 +190,8 @@ def _place(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wanted: Mapping[str, Any],
+    wanted: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
     training: bool,
     seed: int,
 ) -> None:
@@ -198,16 +209,17 @@ def _place(
     )
     row["ops"] = max(row["ops"], len(placed.traced.ops))
     row["rungs"].append(placed.traced.rung)
-    wrong = differences(wanted, step(placed, args, kwargs))
-    if wrong:
-        some = "; ".join(wrong[:3])
-        row["problems"].append(f"{len(wrong)} of {len(wanted)} differ: {some}")
+    for want, number in zip(wanted, seeds, strict=True):
+        wrong = differences(want, step(placed, args, kwargs, number))
+        if wrong:
+            some = "; ".join(wrong[:3])
+            row["problems"].append(f"{len(wrong)} of {len(want)} differ: {some}")
     pairs = zip(placed.schedule.peak_bytes, placed.measure(steps=1).peak_bytes, strict=True)
     row["peaks"] += [list(pair) for pair in pairs]
     placed.unplace()
 
 
 if __name__ == "__main__":
-    _name = sys.argv[1]
-    _row = check_sizes(_name) if "--sizes" in sys.argv else check(*example(_name))
+    _name, *_options = sys.argv[1:]
+    _row = check_sizes(_name) if _options == ["--sizes"] else check(_name, _options)
     print(json.dumps({"name": _name, **_row}))

@@ -1,28 +1,30 @@
 """The table of what was placed, and its rows as they are."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.architectures.catalog import family
+from benchmarks.architectures.forms import described
 from benchmarks.environment import environment
 
 MIN_ACCOUNT = 100_000  # with fewer bytes at the peak, a few small tensors more are some percent
 
 
-def write_table(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+def write_table(rows: Sequence[dict[str, Any]], folder: Path, forms: Sequence[str] = ()) -> None:
     """`table.md` and `rows.json` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(json.dumps(list(rows), indent=1) + "\n")
-    (folder / "table.md").write_text("\n".join(_lines(rows)) + "\n")
+    (folder / "table.md").write_text("\n".join(_lines(rows, forms)) + "\n")
 
 
 def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """`sizes.md` in the folder: how many plans four batches took, in training and in inference."""
     folder.mkdir(parents=True, exist_ok=True)
     tried = [row for row in rows if "unbuilt" not in row and row["plans"]]
-    differing = [row for row in tried if any("Error: " not in p for p in row["problems"])]
+    differing = [row for row in tried if _differs(row)]
     equal = [row for row in tried if not row["problems"]]
     two = [row for row in equal if max(row["plans"]) <= 2]
     facts = ", ".join(f"{key} {value}" for key, value in environment().items())
@@ -44,23 +46,30 @@ def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     (folder / "sizes.md").write_text("\n".join(lines) + "\n")
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _lines(rows: Sequence[dict[str, Any]], forms: Sequence[str]) -> list[str]:
     tried = [row for row in rows if "unbuilt" not in row]
     equal = [row for row in tried if not row["problems"]]
-    differing = [row for row in tried if any("Error: " not in p for p in row["problems"])]
+    differing = [row for row in tried if _differs(row)]
     facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    option = f" --form {','.join(forms)}" if forms else ""
     return [
         f"{len(equal)} of {len(tried)} architectures placed and equal in every bit; "
         f"{len(tried) - len(equal) - len(differing)} refused with a reason; "
         f"{len(differing)} differ. "
         f"{len(rows) - len(tried)} more did not run here.",
         "",
-        f"`python3 -m benchmarks.architectures`; {facts}",
+        *([f"Form: {described(forms)}.", ""] if forms else []),
+        f"`python3 -m benchmarks.architectures{option}`; {facts}",
         "",
         "| family | architecture | operators | how it was traced | result | lowest peak |",
         "|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
     ]
+
+
+def _differs(row: dict[str, Any]) -> bool:
+    """True if a problem is more than an error of Baechi's, by whose name it would begin."""
+    return not all(re.match(r"\w+Error: ", problem) for problem in row["problems"])
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Small models of `transformers` with random weights, by their class's name.
 
-A configuration gets every name that some family uses for the same size, without dropout; what one
-family needs besides is in its row.
+A configuration gets every name that some family uses for the same size, without dropout and caches
+unless they are asked for; what one family needs besides is in its row.
 """
 
 import inspect
@@ -40,7 +40,6 @@ _SIZES: dict[str, Any] = {
     "head_dim": 8,
     "image_size": 32,
     "patch_size": 8,
-    "use_cache": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -52,20 +51,32 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def small(name: str, own: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+def small(
+    name: str,
+    own: Mapping[str, Any],
+    parts: Mapping[str, Mapping[str, Any]],
+    *,
+    dropout: bool = False,
+    cache: bool = False,
+) -> nn.Module:
     """The class of this name with small sizes.
 
     Args:
         name: Of a class of `transformers`.
         own: What its configuration has otherwise.
         parts: The same for configurations inside it, by name, such as `text_config`.
+        dropout: With the dropout of the configuration's defaults.
+        cache: With `use_cache` as the configuration's default has it.
     """
     import transformers
 
     kind = getattr(transformers, name)
-    known = _sizes_of(kind.config_class)
-    inner = {part: {**_SIZES, **sizes} for part, sizes in parts.items()}
+    common = _SIZES if cache else {**_SIZES, "use_cache": False}
+    known = _sizes_of(kind.config_class, common)
+    inner = {part: {**common, **sizes} for part, sizes in parts.items()}
     config = kind.config_class(**{**known, **own, **inner})
+    if dropout:
+        return kind(config)
     _undropped(config)
     model = kind(config)
     for module in model.modules():
@@ -74,11 +85,11 @@ def small(name: str, own: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
     return model
 
 
-def _sizes_of(config_class: Any) -> dict[str, Any]:
+def _sizes_of(config_class: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """The small sizes that a configuration knows by these names."""
     known = inspect.signature(config_class.__init__).parameters
     renamed = getattr(config_class, "attribute_map", {})
-    sizes = {name: size for name, size in _SIZES.items() if name in known and name not in renamed}
+    sizes = {name: size for name, size in common.items() if name in known and name not in renamed}
     return {**sizes, "num_labels": 5}
 
 

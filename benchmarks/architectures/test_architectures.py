@@ -1,0 +1,66 @@
+"""The forms of the catalog's models, and the table of what became of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+# The catalog has functions of TorchScript: it is imported where the warning is expected.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated"),
+]
+ENCODER = "RobertaForMaskedLM"
+
+
+def test_a_form_is_in_the_model_and_its_arguments() -> None:
+    from benchmarks.architectures.forms import formed
+
+    plain, args, _ = formed("unet", [])
+    assert {tensor.dtype for tensor in (*plain.parameters(), *args)} == {torch.float32}
+    half, args, _ = formed("unet", ["bfloat16"])
+    assert {tensor.dtype for tensor in (*half.parameters(), *args)} == {torch.bfloat16}
+
+    assert not any(dropout.p for dropout in _dropouts([]))
+    assert any(dropout.p for dropout in _dropouts(["dropout"]))
+    assert not formed("OPTForCausalLM", [])[0].config.use_cache
+    assert formed("OPTForCausalLM", ["cache"])[0].config.use_cache
+
+
+def _dropouts(forms: list[str]) -> list[torch.nn.Dropout]:
+    from benchmarks.architectures.forms import formed
+
+    modules = formed(ENCODER, forms)[0].modules()
+    return [module for module in modules if isinstance(module, torch.nn.Dropout)]
+
+
+@pytest.mark.parametrize("forms", [["autocast"], ["dropout", "checkpointing"]], ids=",".join)
+def test_a_split_model_in_a_form_equals_the_unsplit_one(forms: list[str]) -> None:
+    from benchmarks.architectures.check import check
+
+    row = check(ENCODER, forms)
+    assert row["problems"] == []
+    assert len(row["rungs"]) == 2
+
+
+def test_the_table_names_the_form_and_what_differs(tmp_path: Path) -> None:
+    from benchmarks.architectures.forms import FORMS
+    from benchmarks.architectures.report import write_table
+
+    problems = [
+        [],
+        ["TraceError: no"],
+        ["1 of 2 differ: output 0"],
+        ["fails when placed: RuntimeError: no"],
+    ]
+    rows = [
+        {"name": "unet", "ops": 1, "rungs": [], "problems": own, "peaks": []} for own in problems
+    ]
+    write_table(rows, tmp_path, ["dropout", "bfloat16"])
+    table = (tmp_path / "table.md").read_text()
+    assert table.startswith("1 of 4 architectures placed and equal in every bit; 1 refused")
+    assert "2 differ" in table
+    assert f"dropout ({FORMS['dropout']})" in table
+    assert "`python3 -m benchmarks.architectures --form dropout,bfloat16`" in table
+    write_table(rows, tmp_path)
+    assert "Form" not in (tmp_path / "table.md").read_text()
