@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 import baechi
 from baechi.torch_support.torch_devices import torch_threads
-from baechi.tracing.pytrees import tensors_in
+from baechi.tracing.pytrees import Parts, tensors_in
 
 DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
 
@@ -33,7 +33,9 @@ def step(
     args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
     model.zero_grad()
     torch.manual_seed(seed)
-    outputs = tensors_in(model(*args, **kwargs))
+    found = Parts(look_into=True)  # a cache of keys and values is an object
+    found.structure(model(*args, **kwargs))
+    outputs = found.tensors
     with torch.autocast("cpu", enabled=False):  # torch's advice: what follows forward is outside
         roots = [_scalar(t) for t in outputs if t.requires_grad]
         if roots:
