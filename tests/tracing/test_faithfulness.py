@@ -267,6 +267,11 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
     "pruning": changed(lambda n: prune.l1_unstructured(n.a, "weight", 0.5)),
     "adapters": changed(adapted),
     "checkpointing": lambda: Middle(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+    "checkpointing in checkpointing": lambda: Middle(
+        lambda x: checkpoint(
+            lambda y: checkpoint(torch.tanh, y, use_reentrant=False), x, use_reentrant=False
+        )
+    ),
     "reentrant checkpointing": lambda: Middle(
         lambda x: checkpoint(torch.tanh, x, use_reentrant=True)
     ),

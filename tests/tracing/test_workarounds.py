@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.torch_support.torch_internals import APPLY_IS_NATIVE
@@ -210,6 +212,14 @@ def test_torch_still_takes_checks_for_facts() -> None:
     targets = [str(node.target) for node in graph.nodes]
     assert "aten._assert_scalar.default" in targets
     assert not any(target.startswith(CHECK) for target in targets)
+
+
+def test_torch_still_turns_gradients_off_in_nested_checkpoints() -> None:
+    """If this fails, torch is mended: `workarounds.checkpoints_left_out` may go."""
+    inner = partial(checkpoint, torch.tanh, use_reentrant=False)
+    model = Between(lambda _, x: checkpoint(inner, x, use_reentrant=False))
+    assert model(X).requires_grad
+    assert not torch.export.export(model, (X,), strict=False).module()(X).requires_grad
 
 
 def test_torch_still_unrolls_lstms() -> None:

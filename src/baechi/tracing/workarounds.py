@@ -29,6 +29,11 @@ Checks of values by `torch._check*`, as of `x[mask].numel()`
     symbols. So each is recorded as the check of a tensor.
     `test_torch_still_takes_checks_for_facts` fails when torch is mended.
 
+Checkpoints in checkpoints (`torch.utils.checkpoint`, not reentrant)
+    What the outer one does to keep the arguments of the inner one turns gradients off in an export
+    for all that follows. A trace keeps nothing, so it leaves checkpoints out.
+    `test_torch_still_turns_gradients_off_in_nested_checkpoints` fails when torch is mended.
+
 Recurrent layers under autocast
     Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
@@ -60,6 +65,7 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from baechi.torch_support.symbolic_sizes import is_equality, is_unbacked
@@ -272,6 +278,21 @@ def caches_told() -> AbstractContextManager[Any]:
         own(self, device_type, dtype, enabled, cache_enabled)
 
     return patch.object(torch.autocast, "__init__", told)
+
+
+def checkpoints_left_out() -> AbstractContextManager[Any]:
+    """Let an export run what is checkpointed without reentry as what is not."""
+    name = "_checkpoint_without_reentrant_generator"
+    own = getattr(checkpoint, name)
+
+    def around(run: Any, keep: bool, contexts: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+        if export_mode() is None:
+            yield from own(run, keep, contexts, *rest, **kwargs)
+        else:
+            with contexts()[0]:
+                yield
+
+    return patch.object(checkpoint, name, around)
 
 
 @contextmanager
