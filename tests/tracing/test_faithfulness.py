@@ -242,6 +242,28 @@ class OfWeightData(Net):
         return super().forward(x) + x @ self.b.weight.data
 
 
+def attending(x: torch.Tensor) -> torch.Tensor:
+    """With a bias that needs a gradient, as T5's does under gradient checkpointing."""
+    bias = torch.zeros(12, 12)
+    bias.requires_grad = True
+    rows = (x.reshape(1, 1, 12, 1) * torch.linspace(0.1, 3, 16)).expand(1, 2, 12, 16)
+    found = nn.functional.scaled_dot_product_attention(rows, rows, rows, bias + 0.1)
+    return found.sum((0, 1, 3)).reshape(3, 4)
+
+
+class Normalizes(nn.Module):
+    """Moves its running statistics in a checkpoint, whose backward moves them again."""
+
+    def __init__(self, reentrant: bool, reads: bool = False) -> None:
+        super().__init__()
+        self.norm, self.reentrant, self.reads = nn.BatchNorm1d(4), reentrant, reads
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.reads and x.sum().item() > 1e9:
+            return x
+        return checkpoint(self.norm, x, use_reentrant=self.reentrant)
+
+
 HONORED: dict[str, Callable[[], nn.Module]] = {
     "forward hook": changed(lambda n: n.a.register_forward_hook(lambda _m, _i, out: out * 2)),
     "forward hook that counts": changed(counted),
@@ -297,6 +319,7 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
         lambda x: x + torch.autograd.grad((x**3).sum(), x)[0]
     ),
     "gradient of a leaf inside": lambda: Middle(asking_for_gradients),
+    "gradient of a mask": lambda: Middle(attending),
     "data of a weight": OfWeightData,
     "data written": lambda: Middle(written_behind_autograd),
     "data replaced in a submodule": lambda: Middle(InSubmodule(with_other_data)),
@@ -307,6 +330,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forward hook that returns nothing this time": (
         changed(lambda n: n.a.register_forward_hook(sometimes)),
         r"forward hook sometimes of module 'a' returned nothing",
+    ),
+    "checkpointing of a batch norm": (
+        lambda: Middle(Normalizes(reentrant=False)),
+        "forward checkpoints what writes into buffers",
+    ),
+    "reentrant checkpointing of a batch norm": (
+        lambda: Middle(Normalizes(reentrant=True)),
+        "forward checkpoints what writes into buffers",
+    ),
+    "checkpointing of a batch norm in what stays whole": (
+        lambda: Middle(Normalizes(reentrant=False, reads=True)),
+        "forward checkpoints what writes into buffers",
     ),
     "backward hook": (
         changed(lambda n: n.a.register_full_backward_hook(lambda _m, _i, _o: None)),

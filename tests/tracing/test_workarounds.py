@@ -215,7 +215,7 @@ def test_torch_still_takes_checks_for_facts() -> None:
 
 
 def test_torch_still_turns_gradients_off_in_nested_checkpoints() -> None:
-    """If this fails, torch is mended: `workarounds.checkpoints_left_out` may go."""
+    """If this fails, torch is mended: `workarounds.checkpointed` may go, but for its writes."""
     inner = partial(checkpoint, torch.tanh, use_reentrant=False)
     model = Between(lambda _, x: checkpoint(inner, x, use_reentrant=False))
     assert model(X).requires_grad

@@ -12,7 +12,7 @@ Seen with torch 2.13; `tests/tracing/test_faithfulness.py` has a case of each.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
 from unittest.mock import patch
@@ -37,9 +37,12 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import OURS, GradientMode, package_of
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
 from baechi.tracing.workarounds import (
+    CHECKPOINT,
     CustomFunctions,
+    checkpointed,
     contiguity_read,
     contiguous,
+    is_of_new_leaves,
     mapped,
     strides_read,
 )
@@ -109,7 +112,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         TraceError: A hook returned nothing, at the end.
     """
     lost: list[str] = []
-    functions = CustomFunctions()
+    functions = CustomFunctions(model)
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in FORWARD:
@@ -153,6 +156,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
         replace(*VMAP, mapped)
+        stack.enter_context(checkpoints_watched(model))
         replace(torch.Tensor, "contiguous", contiguous)
         replace(torch.Tensor, "is_contiguous", contiguity_read)
         replace(torch.Tensor, "stride", strides_read)
@@ -170,6 +174,11 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             f"{lost[0]} returned nothing when the model was traced, though by its code it returns "
             "something. Let it end without `return`: then it runs in every call, and is not traced."
         )
+
+
+def checkpoints_watched(model: nn.Module) -> AbstractContextManager[Any]:
+    """Refuse checkpoints of the model's whose backward would do more than compute gradients."""
+    return patch.object(*CHECKPOINT, _here(partial(checkpointed, model), getattr(*CHECKPOINT)))
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:
@@ -222,6 +231,9 @@ def _attended(outside: Sequence[bool], own: Any, query: Any, *args: Any, **kwarg
     args, kwargs = fx.node.map_aggregate((args, kwargs), decided)
     inside, on_cpu = attention_kernels(), isinstance(query, torch.Tensor) and query.is_cpu
     # A CPU has flash attention, which is the first, and plain products, the last.
+    mask = kwargs.get("attn_mask", args[2] if len(args) > 2 else None)
+    if on_cpu and isinstance(mask, torch.Tensor) and is_of_new_leaves(mask):
+        return _by_products(query, *args, **kwargs)  # no flash attention with gradients of masks
     if inside == outside or (on_cpu and inside[0] == outside[0]):
         return own(query, *args, **kwargs)
     if any(inside[:-1]) or isinstance(query, fx.Proxy):

@@ -21,7 +21,7 @@ from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.torch_internals import TorchDispatchMode
 from baechi.tracing.alias_analysis import Facts, propagate
 from baechi.tracing.calling_convention import Call, flat_model
-from baechi.tracing.faithfulness import watched
+from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
 from baechi.tracing.partition import attribute
@@ -128,7 +128,8 @@ def _symbolic_module(
     with watched(model, mode), lost, _types_unasked(model):
         graph = tracer.trace(flat)
     module = fx.GraphModule(flat, graph)
-    facts = propagate(module, call.tensors)
+    with checkpoints_watched(model):
+        facts = propagate(module, call.tensors)
     _refuse_frozen(module, facts, lost)
     refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
     return module

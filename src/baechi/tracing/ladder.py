@@ -77,7 +77,6 @@ from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.workarounds import (
     RECURRENT,
     caches_told,
-    checkpoints_left_out,
     checks_kept,
     ctc_losses_known,
     lstms_in_one,
@@ -144,7 +143,6 @@ def _non_strict(
         closing(outside),
         frugal_export(),
         checks_kept(),
-        checkpoints_left_out(),
         containers_kept(model),
     ):
         shapes = dynamic_shapes(call, places) if places else None

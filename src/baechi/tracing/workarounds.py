@@ -31,7 +31,7 @@ Checks of values by `torch._check*`, as of `x[mask].numel()`
 
 Checkpoints in checkpoints (`torch.utils.checkpoint`, not reentrant)
     What the outer one does to keep the arguments of the inner one turns gradients off in an export
-    for all that follows. A trace keeps nothing, so it leaves checkpoints out.
+    for all that follows. A trace keeps nothing, so it leaves checkpoints out (`checkpointed`).
     `test_torch_still_turns_gradients_off_in_nested_checkpoints` fails when torch is mended.
 
 Recurrent layers under autocast
@@ -68,6 +68,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import is_equality, is_unbacked
 from baechi.torch_support.torch_internals import (
     FakeTensor,
@@ -80,7 +81,7 @@ from baechi.torch_support.torch_internals import (
     recorded_below_autograd,
     track_tensor_tree,
 )
-from baechi.tracing.fx_nodes import layout_maker
+from baechi.tracing.fx_nodes import layout_maker, silently_written
 from baechi.tracing.guards import OURS, package_of
 
 
@@ -88,7 +89,8 @@ from baechi.tracing.guards import OURS, package_of
 class CustomFunctions:
     """The custom autograd functions and observers of one capture, as targets of fx nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._targets: dict[Any, Callable[..., Any]] = {}
         self._applied: Any = None
 
@@ -99,7 +101,8 @@ class CustomFunctions:
             return self._apply(function, *args, **kwargs)
         if function is CheckpointFunction:
             if proxy is None:
-                return _run_checkpointed(*args)
+                with _written_once(self._model):
+                    return _run_checkpointed(*args)
             raise RuntimeError(
                 f"the backward of the autograd function {function.__name__} would be lost"
             )
@@ -216,6 +219,22 @@ def _is_computed(tensor: Any) -> bool:
     return isinstance(proxy, fx.Proxy) and proxy.node.op == "call_function"
 
 
+def is_of_new_leaves(tensor: torch.Tensor) -> bool:
+    """True if it needs a gradient alone because forward sets `requires_grad` of what it computes.
+
+    No node of an export says so.
+    """
+    nodes: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    leaves, seen = [] if nodes else [tensor], set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        nodes += new
+        seen |= new
+    return tensor.requires_grad and all(map(_is_computed, leaves))
+
+
 def _record_contiguous(tensor: Any, result: Any, **kwargs: Any) -> Any:
     tracer, target = export_mode().tracer, torch.ops.aten.contiguous.default
     given = (tracer.unwrap_proxy(tensor),)
@@ -235,6 +254,38 @@ def _proxy_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool
     leaves = pytree.tree_leaves((args, kwargs))
     proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
     return proxy, proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
+
+
+# What surrounds the forward of a checkpoint that is not reentrant, for `patch`.
+CHECKPOINT: Final = (checkpoint, "_checkpoint_without_reentrant_generator")
+
+
+def checkpointed(
+    model: nn.Module, own: Any, run: Any, keep: bool, contexts: Any, *rest: Any, **kwargs: Any
+) -> Iterator[None]:
+    """`CHECKPOINT` while a tracer runs: an export has what is inside, under its contexts, alone."""
+    with _written_once(model):
+        if export_mode() is None:
+            yield from own(run, keep, contexts, *rest, **kwargs)
+        else:
+            with contexts()[0]:
+                yield
+
+
+@contextmanager
+def _written_once(model: nn.Module) -> Iterator[None]:
+    """Refuse writes into buffers in a checkpoint, which torch writes once more in the backward."""
+    mode = export_mode()
+    nodes = [] if mode is None else mode.tracer.graph.nodes
+    known, versions = len(nodes), [buffer._version for buffer in model.buffers()]
+    yield
+    silent = any(map(silently_written, list(nodes)[known:]))
+    if silent or versions != [buffer._version for buffer in model.buffers()]:
+        raise TraceError(
+            "forward checkpoints what writes into buffers, as batch norms do when they train: the "
+            "backward writes them once more, which the placed model would not. Turn this "
+            "checkpointing off, and give place `checkpoint=`, which writes them once."
+        )
 
 
 def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -278,21 +329,6 @@ def caches_told() -> AbstractContextManager[Any]:
         own(self, device_type, dtype, enabled, cache_enabled)
 
     return patch.object(torch.autocast, "__init__", told)
-
-
-def checkpoints_left_out() -> AbstractContextManager[Any]:
-    """Let an export run what is checkpointed without reentry as what is not."""
-    name = "_checkpoint_without_reentrant_generator"
-    own = getattr(checkpoint, name)
-
-    def around(run: Any, keep: bool, contexts: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
-        if export_mode() is None:
-            yield from own(run, keep, contexts, *rest, **kwargs)
-        else:
-            with contexts()[0]:
-                yield
-
-    return patch.object(checkpoint, name, around)
 
 
 @contextmanager
