@@ -310,3 +310,35 @@ def test_torch_still_exports_the_levels_of_vmap() -> None:
     args = torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.bool)
     graph = torch.export.export(Mapped(), args).module().graph
     assert "_vmap_increment_nesting" in str(graph)
+
+
+class Shares(Untraceable):
+    """A submodule that stays whole, in which two share a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.BatchNorm1d(4)
+        self.one, self.two = nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(super().forward(x)))
+
+
+def test_a_submodule_that_stays_whole_may_share_modules() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Shares())
+    unsplit = copy.deepcopy(model)
+    placed = at_random(model, (X,), devices=2)
+    assert placed.traced.rung == "module granularity, opaque leaves"
+    assert_same_values(steps(placed), steps(unsplit), **EXACT)
+    placed.unplace()
+    baechi.estimate(baechi.trace(model, (X,)), kind="H100-SXM-80GB")
+    assert_same_values(model.state_dict(), unsplit.state_dict(), **EXACT)
+
+
+def test_torch_still_loses_the_weights_of_shared_modules() -> None:
+    shared = nn.Linear(4, 4)
+    model, own = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared)), shared.weight
+    state = {name: row.detach().clone() for name, row in model.named_parameters()}
+    torch.func.functional_call(model, state, X)
+    assert shared.weight is not own

@@ -35,6 +35,7 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.workarounds import called_with
 from baechi.validation import check_is, check_positive
 
 SEEN: Final = "shapes alone do not run it: counted on the values of the example"
@@ -351,10 +352,9 @@ class _Leaf(torch.nn.Module):
         }
         self._own = torch.nn.ParameterList(own.values())
         buffers = {n: torch.empty_like(row, device="cpu") for n, row in leaf.named_buffers()}
-        # A closure, because a module as an attribute would be a submodule with parameters.
-        call: Callable[..., Any] = torch.func.functional_call
         state = {**own, **buffers}
-        self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
+        # A closure, because a module as an attribute would be a submodule with parameters.
+        self._run: Callable[..., Any] = lambda *given: called_with(leaf, state, *given)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The work of the leaf."""

@@ -52,7 +52,7 @@ from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.truth_values import CHECK
-from baechi.tracing.workarounds import most_selected, resized_by_symbols
+from baechi.tracing.workarounds import called_with, most_selected, resized_by_symbols
 
 
 @final
@@ -491,7 +491,7 @@ class _Recorder(fx.Interpreter):
         stand_ins = {name: self._stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
-        return torch.func.functional_call(leaf, stand_ins, args, kwargs)
+        return called_with(leaf, stand_ins, args, kwargs)
 
     def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
         """The tensors that a node writes without raising a version counter."""

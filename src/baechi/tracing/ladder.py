@@ -77,6 +77,7 @@ from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.workarounds import (
     RECURRENT,
     caches_told,
+    called_with,
     checks_kept,
     ctc_losses_known,
     lstms_in_one,
@@ -188,7 +189,7 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus):
-        torch.func.functional_call(flat, copies, inputs)
+        called_with(flat, copies, inputs)
 
 
 @contextmanager

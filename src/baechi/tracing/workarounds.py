@@ -49,6 +49,11 @@ Recurrent layers under autocast
     keeps it where something relies on it. What `stride` says is refused where it may not hold.
     `test_torch_still_loses_contiguous` fails when torch is mended.
 
+`torch.func.functional_call` (https://github.com/pytorch/pytorch/issues/164759)
+    A module that two others share keeps the tensors that stood for its own. `called_with` names
+    each of its places once.
+    `test_torch_still_loses_the_weights_of_shared_modules` fails when torch is mended.
+
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
     A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
@@ -79,6 +84,7 @@ from baechi.torch_support.torch_internals import (
     fake_kernels,
     held_function,
     recorded_below_autograd,
+    state_of,
     track_tensor_tree,
 )
 from baechi.tracing.fx_nodes import layout_maker, silently_written
@@ -433,3 +439,21 @@ def compact(model: nn.Module) -> None:
             if len(places) == 1 and places.pop().type == "cuda":
                 with torch.inference_mode(False):
                     module.flatten_parameters()
+
+
+def called_with(
+    module: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """The result of a module where tensors, by name, stand for its parameters and buffers."""
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    places = {
+        f"{path}.{name}".lstrip("."): state[names[id(tensor)]]
+        for path, part in module.named_modules()
+        for row in state_of(part)[1:]
+        for name, tensor in row.items()
+        if tensor is not None
+    }
+    return torch.func.functional_call(module, places, tuple(args), kwargs, tie_weights=False)
