@@ -84,6 +84,41 @@ def test_a_part_of_a_gradient_gives_the_unsplit_model_s_bits(kind: type[nn.Modul
             placed.unplace()
 
 
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "mish": functional.mish,
+    "softplus": functional.softplus,
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "celu": functional.celu,
+}
+
+
+class Joined(nn.Module):
+    """An activation whose gradient is a part of the gradient of a concatenation."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(16, 7), nn.Linear(14, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.cat([ROUNDED[self.kind](self.first(x)), x[:, :7]], dim=1))
+        return found
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_an_activation_s_backward_gets_the_strides_of_the_unsplit_model(kind: str) -> None:
+    torch.manual_seed(0)
+    model, args = Joined(kind), (torch.randn(64, 16),)
+    with one_thread():
+        expected = step(copy.deepcopy(model), args, {})
+        for seed in range(4):
+            placed = at_random(copy.deepcopy(model), args, seed=seed)
+            assert step(placed, args, {}).differs_from(expected) == []
+            placed.unplace()
+
+
 class Kinds(nn.Module):
     """One operator of each kind, which one other reads."""
 

@@ -29,6 +29,8 @@ from baechi.tracing.subgraph import Extract, opaque_leaves
 
 _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
 _HANDS_ON: Final = ("add", "sub", "rsub", "clone", "alias")  # pointwise, but no new gradient
+# Their backward on a CPU is vectorized only where the gradient is dense, and rounds otherwise.
+_ROUNDS: Final = ("gelu", "silu", "mish", "softplus", "elu", "selu", "celu")
 
 
 @final
@@ -406,11 +408,12 @@ def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
         relu(x), x * y        not: a new gradient, dense whatever the old one was
         two readers           not: their sum is a new one, too
         batch_norm(x)         another kernel where the gradient is dense with channels last
+        silu(x)               another loop where it is dense
         x.view(n), x + y      it is handed on, and another operator may be such a one
 
     Other kernels walk through a dense copy of a part of a larger gradient in another order, and
-    round otherwise. Without this, a batch norm of Cvt (channels last) and the attention sinks of
-    GPT-OSS differ from the unsplit model in their last bits (torch 2.13, CPU).
+    round otherwise. Without this, a batch norm of Cvt (channels last), the attention sinks of
+    GPT-OSS and a joined SiLU differ from the unsplit model in their last bits (torch 2.13, CPU).
     """
     facts, target = nodes[node], node.target
     if len(facts.values) != 1:
@@ -421,4 +424,4 @@ def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload) or facts.writes:
         return True
-    return torch.Tag.pointwise not in target.tags or operator_name(node) in _HANDS_ON
+    return torch.Tag.pointwise not in target.tags or operator_name(node) in _HANDS_ON + _ROUNDS
