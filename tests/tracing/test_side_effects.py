@@ -239,6 +239,19 @@ def test_a_model_goes_on_sharing_its_lists_and_dicts() -> None:
     placed.unplace()
 
 
+class Channels(tuple[int, ...]):
+    """A tuple that refuses to tell its length, as e3nn's Irreps do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_refuses_to_tell_its_length_may_be_an_attribute() -> None:
+    model = nn.Linear(4, 4)
+    vars(model)["channels"] = Channels((1, 2))
+    assert baechi.trace(model, (torch.ones(2, 4),)).rung == EXPORT
+
+
 def test_torch_still_copies_lists() -> None:
     model = Sharing({"scale": 1.0})
     settings = model.settings

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from placed import again_at_random, at_random, lazily, place_on, step
@@ -564,6 +565,64 @@ def test_what_symbolic_tracing_refuses_stays_whole_in_a_submodule() -> None:
     ask = Asking(lambda x: x * 2 if isinstance(x, Tensor) else x)
     traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), ask, nn.Identity()), (X,))
     assert traced.rung == "module granularity, opaque leaves"
+
+
+class Reads(nn.Module):
+    """Returns an object that computes with a tensor later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.linear(x)
+        if weight[0, 0].item() > 1e9:
+            weight = weight * 2
+        return SimpleNamespace(scale=lambda y: y * weight)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.last = Reads(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.reads(x).scale(x))
+
+
+def test_what_returns_an_object_with_tensors_stays_whole_with_its_caller() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(baechi.TraceError, match="reads stays whole and returns a SimpleNamespace"):
+        baechi.trace(Scales(), (X,))
+    model = nn.Sequential(nn.Linear(4, 4), Scales())
+    unsplit = copy.deepcopy(model)
+    placed = at_random(model, (X,), devices=2)
+    for own in (placed, unsplit):
+        own(X).sum().backward()
+    assert [p.grad.tolist() for p in placed.parameters()] == [
+        p.grad.tolist() for p in unsplit.parameters()
+    ]
+    placed.unplace()
+
+
+class Slices(nn.Module):
+    """Cuts by a number of numpy's, before a submodule that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.whole, self.ends = nn.Linear(4, 4), Whole(), np.array([1, 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.linear(x)[:, self.ends[0] : self.ends[1]])
+
+
+def test_numbers_of_numpy_are_numbers_beside_a_submodule_that_stays_whole() -> None:
+    model = Slices()
+    wanted = model(X)
+    placed = at_random(model, (X,), devices=2)
+    assert placed.traced.rung == "module granularity, opaque leaves"
+    assert torch.equal(placed(X), wanted)
+    placed.unplace()
 
 
 class Encoder(nn.Module):

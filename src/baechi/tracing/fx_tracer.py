@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -25,7 +26,7 @@ from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
 from baechi.tracing.partition import attribute
-from baechi.tracing.pytrees import Structure, tensors_in
+from baechi.tracing.pytrees import Structure, is_plain, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
 
@@ -58,6 +59,10 @@ class _ModuleTracer(fx.Tracer):
             row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
             node.stack_trace = "".join(traceback.format_list([row]))
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        """What a graph holds of an argument: of numpy's numbers Python's."""
+        return super().create_arg(a.item() if isinstance(a, np.generic) else a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._opaque or super().is_leaf_module(
@@ -116,7 +121,7 @@ def symbolic_trace(
             raise
         except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
             inner = tracer.path[-1] if tracer.path else "model"
-            if inner == "model":
+            if inner == "model" or inner in opaque:
                 raise
             opaque |= {inner}
 
@@ -130,6 +135,7 @@ def _symbolic_module(
     module = fx.GraphModule(flat, graph)
     with checkpoints_watched(model):
         facts = propagate(module, call.tensors)
+    _refuse_objects(facts, tracer)
     _refuse_frozen(module, facts, lost)
     refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
     return module
@@ -202,6 +208,20 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read |= {key: t for key, t in before.items() if key not in self._made}
         self._made |= {key: t for key, t in _storages(result).items() if key not in before}
         return result
+
+
+def _refuse_objects(facts: Facts, tracer: _ModuleTracer) -> None:
+    """Refuse what a leaf returns beside tensors and numbers: tensors in it would lose gradients."""
+    for node, known in facts.nodes.items():
+        constants = known.structure.constants if known.structure else ()
+        odd = [value for value in constants if callable(value) or not is_plain(value)]
+        if node.op == "call_module" and odd:
+            path = str(node.target)
+            tracer.path.append(path.rpartition(".")[0])  # its caller, as a rule
+            raise RuntimeError(
+                f"{path.removeprefix('model.')} stays whole and returns a {type(odd[0]).__name__}, "
+                "whose tensors a trace does not see; let a submodule call it and return tensors"
+            )
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:

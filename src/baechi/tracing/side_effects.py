@@ -133,7 +133,7 @@ def containers_kept(model: nn.Module) -> Iterator[None]:
             held[id(value)] = value, dict(_entries(value))
             left += held[id(value)][1].values()
         elif isinstance(value, tuple):
-            left += value
+            left += tuple.__iter__(value)  # a subclass may refuse to tell its length
     try:
         yield
     finally:
