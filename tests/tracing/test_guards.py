@@ -749,6 +749,52 @@ def test_numbers_are_not_told() -> None:
         baechi.trace(Signs(), (torch.randn(3, 4),))
 
 
+class Wrapped(nn.Module):
+    """Scales what a layer gives that another module has, too."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.factor = layer, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * self.factor
+
+
+class Twice(nn.Module):
+    """A layer under two names, and a branch on a truth value that keeps it from being whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.limit = nn.Linear(4, 4), 1.5, 1e9
+        self.wrapped = Wrapped(self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wrapped(x).clone()
+        x[:, 1:] = x[:, :-1].clone()  # what torch.fx cannot trace
+        return self.layer(x) * self.scale if self.limit is None or x.sum() < self.limit else x
+
+
+@pytest.mark.parametrize("changed", ["scale", "wrapped.factor"])
+def test_attributes_of_a_model_with_a_shared_module_are_seen_to_change(changed: str) -> None:
+    model, x = seeded(Twice), torch.randn(3, 4)
+    model.limit = None
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
+        path, _, name = changed.rpartition(".")
+        setattr(placed.get_submodule(path), name, 5.0)
+        with pytest.raises(baechi.InputError, match=f"{changed} was .* and is 5.0"):
+            placed(x)
+
+
+def test_a_model_with_a_shared_module_may_ask_for_truth_values() -> None:
+    model, x = seeded(Twice), torch.randn(3, 4)
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert placed.traced.rung == RUNG
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
+
+
 class LayerDrop(nn.Module):
     """Leaves out layers at random, as the encoders of transformers do."""
 

@@ -397,15 +397,16 @@ def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
     get = nn.Module.__getattribute__
 
     def read(module: Any, name: str) -> Any:
+        # By its dict: torch.export shows a shared module as proxies that have it, too.
         if name not in _WHOLE:
-            found.add((id(module), name))
+            found.add((id(get(module, "__dict__")), name))
         elif package_of(sys._getframe(1)) not in OURS:
-            found.add((id(module), "__dict__"))
+            found.add((id(get(module, "__dict__")), "__dict__"))
         return get(module, name)
 
     with _LOCK, patch.object(nn.Module, "__getattribute__", read):
         yield found
-    dicts = {id(module): id(vars(module)) for module in model.modules()}
+    owners = {id(vars(module)): id(module) for module in model.modules()}
     others = (m for m in model.modules() if type(m).__getattribute__ is not get)
-    found |= {(id(module), "__dict__") for module in others}  # whose own one may go around this
-    found |= {(dicts[module], name) for module, name in found if module in dicts}
+    found |= {(id(vars(module)), "__dict__") for module in others}  # whose own may go around this
+    found |= {(owners[own], name) for own, name in found if own in owners}

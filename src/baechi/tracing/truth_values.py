@@ -30,7 +30,9 @@ _FINITE: Final = (
 _COMPARISONS: Final = ("lt", "le", "gt", "ge")
 # What `torch.rand` draws at least, and at most in doubles.
 _EXTREMES: Final = (0.0, 1 - 2**-53)
-Asker = tuple[int, str, int]  # the id of a module, and the line of Python that it runs
+# The id of a module's attributes, which torch.export's proxies of a shared module are of, too, and
+# the line of Python that it runs.
+Asker = tuple[int, str, int]
 
 
 @final
@@ -118,7 +120,7 @@ def _asker() -> Asker:
     firsts = (frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) for frame, _ in frames)
     module = next((first for first in firsts if isinstance(first, nn.Module)), None)
     file, line = (frames[0][0].f_code.co_filename, frames[0][1]) if frames else ("", 0)
-    return id(module), file, line
+    return id(getattr(module, "__dict__", None)), file, line
 
 
 def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
