@@ -3,6 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -181,3 +182,35 @@ def test_what_nobody_reads_stays_if_it_writes_state(
     if last is not Asks:
         assert any("batch_norm" in name for name in targets(traced)) == training
     module.unplace()
+
+
+class IdleDropout(nn.Module):
+    """Layers that read a value, and others behind a dropout that passes it on."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(4, 4), dropout
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.first(x)
+        after = self.dropout(before)
+        both = [before, after] * 3
+        return sum(layer(v).tanh() for layer, v in zip(self.layers, both, strict=True)) + after
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "dropout", [nn.Dropout, nn.AlphaDropout, partial(nn.Dropout, inplace=True)]
+)
+def test_a_dropout_that_drops_nothing_is_what_it_gets(
+    dropout: Callable[[float], nn.Module], training: bool
+) -> None:
+    model = IdleDropout(dropout(0.0 if training else 0.5)).train(training)
+    args = (torch.randn(3, 4, requires_grad=True),)
+    traced = baechi.trace(model, args)
+    assert not any("dropout" in target for target in targets(traced))
+    with one_thread():
+        placed = again_at_random(traced, seed=1, devices=2)
+        assert not step(copy.deepcopy(model), args, {}).differs_from(step(placed, args, {}))
+        placed.unplace()

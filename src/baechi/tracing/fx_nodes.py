@@ -131,6 +131,9 @@ def source_line(node: fx.Node) -> str:
 
 _CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
 _CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
+_DROPOUTS: Final = tuple(
+    f"aten.{kind}dropout{own}.default" for kind in ("", "feature_", "alpha_") for own in ("", "_")
+)
 _KNOWN: Final = ("aten.", "<built-in function")  # the beginnings of names of known functions
 
 
@@ -141,7 +144,7 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
         for node in list(part.graph.nodes):
             if str(node.target) in _CHECKS:
                 part.graph.erase_node(node)
-            elif str(node.target) in _CASTS and _gives_what_it_gets(node):
+            elif (str(node.target) in _CASTS and _gives_what_it_gets(node)) or _drops_nothing(node):
                 (before,) = node.all_input_nodes
                 node.replace_all_uses_with(before)
                 part.graph.erase_node(node)
@@ -153,6 +156,17 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
                 part.graph.erase_node(node)
         part.recompile()
     return module
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is a dropout that returns the very tensor that it gets, as ATen's then does.
+
+    Readers of either are readers of one tensor, to which autograd adds up gradients one by one.
+    """
+    if str(node.target) not in _DROPOUTS:
+        return False
+    given = node_arguments(node)
+    return given["p"] == 0 or not given["train"]
 
 
 # Schemas that omit the writes of running statistics.
