@@ -6,12 +6,13 @@ import gc
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from placed import at_random
+from placed import at_random, one_thread, step
 from steps import case
 from torch import Tensor, nn
 
@@ -85,6 +86,40 @@ def test_a_model_that_no_rung_takes_says_why_for_each_in_the_notes() -> None:
     for rung in ("(non-strict)", "opaque leaves", ", truth values"):
         assert rung not in str(caught.value)
         assert any(rung in note for note in caught.value.__notes__)
+
+
+def repeated(tensor: Any, times: int) -> Tensor:
+    """A function of another library, which knows tensors by their type, as those of einops do."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"type {type(tensor)} is unknown")
+    return tensor.repeat(times, 1)
+
+
+class Repeats(nn.Module):
+    """A part that has a layer twice and reads a number, behind a function of another library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 4))
+        self.whole = Compared()
+        self.whole.layer = nn.Linear(4, 4)
+        self.whole.again = nn.Sequential(self.whole.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(torch.cat((repeated(self.token, x.shape[0]), x)))
+
+
+def test_functions_of_einops_are_operators_where_a_part_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(baechi.TraceError, match="asks for the type of model_token"):
+        baechi.trace(Repeats(), (torch.randn(2, 4),))
+    monkeypatch.setitem(sys.modules, "einops", SimpleNamespace(repeated=repeated))
+    model, x = Repeats(), torch.randn(2, 4)
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert placed.traced.rung == "module granularity, opaque leaves"
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
 
 
 class Lacking(nn.Module):

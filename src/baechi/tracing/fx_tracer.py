@@ -30,6 +30,9 @@ from baechi.tracing.pytrees import Structure, is_plain, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
 
+# Modules whose functions know no proxies: a call of these is one node.
+_WRAPPED: Final = ("math", "einops")
+
 
 @final
 class _ModuleTracer(fx.Tracer):
@@ -38,7 +41,8 @@ class _ModuleTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
-        super().__init__()
+        wrapped: Any = tuple(sys.modules[name] for name in _WRAPPED if name in sys.modules)
+        super().__init__(autowrap_modules=wrapped)
         self._own = own_modules(model)
         self._opaque = opaque
         self._modes = _modes()
