@@ -445,7 +445,7 @@ def called_with(
     module: nn.Module,
     state: Mapping[str, torch.Tensor],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """The result of a module where tensors, by name, stand for its parameters and buffers."""
     names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
