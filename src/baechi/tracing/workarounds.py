@@ -107,8 +107,7 @@ class CustomFunctions:
             return self._apply(function, *args, **kwargs)
         if function is CheckpointFunction:
             if proxy is None:
-                with _written_once(self._model):
-                    return _run_checkpointed(*args)
+                return _run_checkpointed(self._model, *args)
             raise RuntimeError(
                 f"the backward of the autograd function {function.__name__} would be lost"
             )
@@ -281,6 +280,9 @@ def checkpointed(
 @contextmanager
 def _written_once(model: nn.Module) -> Iterator[None]:
     """Refuse writes into buffers in a checkpoint, which torch writes once more in the backward."""
+    if not torch.is_grad_enabled():
+        yield
+        return
     mode = export_mode()
     nodes = [] if mode is None else mode.tracer.graph.nodes
     known, versions = len(nodes), [buffer._version for buffer in model.buffers()]
@@ -294,10 +296,10 @@ def _written_once(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+def _run_checkpointed(model: nn.Module, run: Callable[..., Any], _: bool, *args: Any) -> Any:
     """Reentrant checkpointing as if it were not there; it has gradients if its arguments have."""
     flows = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    with torch.set_grad_enabled(flows and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(flows and torch.is_grad_enabled()), _written_once(model):
         return run(*args)
 
 
