@@ -6,6 +6,7 @@ refused.
 """
 
 import inspect
+import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from baechi.tracing.subgraph import opaque_leaves
 
 # Modules whose functions know no proxies: a call of these is one node.
 _WRAPPED: Final = ("math", "einops")
+_PARTS: Final = (getattr, operator.getitem)
 
 
 @final
@@ -215,12 +217,19 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _refuse_objects(facts: Facts, tracer: _ModuleTracer) -> None:
-    """Refuse what a leaf returns beside tensors and numbers: tensors in it would lose gradients."""
+    """Refuse an object of a leaf's that forward reads: tensors in it would lose their gradients.
+
+    One that is only handed to the caller, such as a cache of keys and values, may have any.
+    """
     for node, known in facts.nodes.items():
         constants = known.structure.constants if known.structure else ()
         odd = [value for value in constants if callable(value) or not is_plain(value)]
-        if node.op == "call_module" and odd:
-            path = str(node.target)
+        leaf = node
+        while leaf.target in _PARTS:
+            leaf = leaf.args[0]  # type: ignore[assignment]
+        readers = (user for user in node.users if user.op != "output" and user.target not in _PARTS)
+        if odd and leaf.op == "call_module" and any(readers):
+            path = str(leaf.target)
             tracer.path.append(path.rpartition(".")[0])  # its caller, as a rule
             raise RuntimeError(
                 f"{path.removeprefix('model.')} stays whole and returns a {type(odd[0]).__name__}, "
