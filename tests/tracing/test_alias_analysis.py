@@ -10,6 +10,7 @@ import zoo
 from seeds import some
 from steps import case
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import baechi
 from baechi.torch_support.symbolic_sizes import Symbols
@@ -174,3 +175,11 @@ def test_a_tensor_may_be_turned_in_place() -> None:
     facts = traced.module.facts.nodes
     shapes = {n.name: f.values[0].shape for n, f in facts.items() if "mul" in n.name}
     assert shapes == {"mul": (2, 3), "mul_1": (3, 2), "mul_2": (3,)}
+
+
+def test_torch_still_keeps_a_norm_turned() -> None:
+    """If this fails, torch is mended: `_Recorder.call_function` need not turn it back."""
+    x, norm = torch.randn(2, 5, 3).mT, torch.nn.BatchNorm1d(3)
+    assert norm(x).is_contiguous()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert norm(mode.from_tensor(x)).stride() == x.stride()

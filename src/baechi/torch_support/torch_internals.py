@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDescriber
@@ -40,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 __all__ += ["TorchDispatchMode", "enable_python_dispatcher"]
-__all__ += ["decompositions", "fake_kernels", "track_tensor_tree"]
+__all__ += ["decompositions", "fake_kernels", "suggest_memory_format", "track_tensor_tree"]
 
 # The autograd engine.
 

@@ -38,6 +38,7 @@ from baechi.torch_support.torch_internals import (
     decomposed_in_cpp,
     enable_python_dispatcher,
     is_composite,
+    suggest_memory_format,
     version_of,
 )
 from baechi.tracing.fx_nodes import (
@@ -478,7 +479,12 @@ class _Recorder(fx.Interpreter):
         if name.startswith("aten.lstm.") and _is_symbolic(args[0]):
             with enable_python_dispatcher():  # its C++ asks for a number of elements
                 return super().call_function(target, args, kwargs)
-        return super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
+        result = super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
+        if name == "aten.batch_norm.default":
+            # Kernels turn the dimensions back, fake tensors do not (torch 2.13;
+            # `test_torch_still_keeps_a_norm_turned` fails when it is mended).
+            result = result.contiguous(memory_format=suggest_memory_format(args[0]))
+        return result
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
