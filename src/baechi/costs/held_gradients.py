@@ -16,6 +16,7 @@ Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor
 """
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -75,6 +76,7 @@ class _Gradients:
         module = self.traced.module
         self._facts = module.facts.nodes
         self._place = {node: i for i, node in enumerate(module.graph_module.graph.nodes)}
+        self._op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
         self._users = {
             node: [self._place[user] for user in node.users if self._is_graded(user)]
             for node in self._place
@@ -88,6 +90,8 @@ class _Gradients:
         )
         self._positions = [place for place, _ in rows]
         self.ops = [op for _, op in rows]
+        self._nodes = [*self._place]
+        self._rank = {op: rank for rank, op in enumerate(self.ops)}  # of its last that computes
         self.running = [0] * len(rows)
         self.ending = [0] * len(rows)
         self.joining = {
@@ -145,8 +149,10 @@ class _Gradients:
         only where more has come since than it is large: gradients of parameters, and what goes in
         and out of an operator.
         """
-        flow = [*map(sum, zip(*self._flow(), strict=True))]
+        came, sent = self._flow()
+        flow = [*map(sum, zip(came, sent, strict=True))]
         inner: set[fx.Node] = set()
+        begun: dict[int, int] = defaultdict(int)  # of joins whose parts are views' gradients
         for node, place in reversed(self._place.items()):
             if operator_name(node) not in _JOINS or node in inner or not self._is_graded(node):
                 continue
@@ -162,6 +168,20 @@ class _Gradients:
                 come += 0 if op in seen else self.traced.ops[op].trained_bytes
                 seen.add(op)
                 self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes - least)
+            own = self._owner(last)
+            if own is not None:
+                come += came[self.ops[own]]
+                begun[own] += min(max(come - nbytes, 0), nbytes - least)
+        for rank, held in begun.items():  # first the views' gradients become one of the whole
+            op = self.ops[rank]
+            whole = self.traced.gathered_bytes.get(op, 0)
+            made = sent[op] + self.traced.ops[op].shared_bytes
+            self.ending[rank] = max(self.ending[rank], held + whole - made)
+
+    def _owner(self, place: int) -> int | None:
+        """The rank of the operator that a view at a position belongs to; None if it is no view."""
+        node = self._nodes[place]
+        return None if self._viewed(node) is None else self._rank.get(self._op_of.get(node, -1))
 
     def _between(self, first: int, last: int) -> range:
         """The ranks of nodes that compute from one position to another."""
