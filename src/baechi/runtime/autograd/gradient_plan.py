@@ -185,15 +185,15 @@ class Gradients:
         return min(last, *gathering) if gathering else last
 
     def _is_spread(self, node: fx.Node) -> bool:
-        """True if the order matters in which gradients of a parameter's readers are added.
+        """True if gradients of a parameter's readers are added up one by one, as they come.
 
-        That is with three readers in several tapes; or with two, and several micro-batches whose
-        gradients autograd adds up one by one.
+        That is with readers in several tapes; or with several micro-batches whose gradients
+        autograd adds up one by one.
         """
         users, program = self._readers[id(self._layout.attribute(node))], self._layout.program
         if program.batches > 1 and len(program.phases) > 1:
             return len(users) > 1
-        return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
+        return len({self._layout.tape(user) for user in users}) > 1
 
     def exits(
         self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]

@@ -112,6 +112,8 @@ class Record:
 
     entered: Edges = field(default_factory=list)  # of every entry that has a gradient, or None
     published: Edges = field(default_factory=list)  # of all that left with a gradient, or None
+    # The cut-off parameters that are read by others, too, each by the slot of its gradient.
+    shares: dict[int, torch.Tensor] = field(default_factory=dict)
     # Of parameters, where they are cut off.
     parameters: dict[torch.nn.Parameter, GradientEdge] = field(default_factory=dict)
     # The sources of what entered that the caller may write into.

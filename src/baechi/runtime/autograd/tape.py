@@ -8,10 +8,11 @@ Each tape is an autograd graph of its own (`docs/runtime.md`, Running it). Which
 settled once, by `binding`; here values are only moved.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -21,7 +22,13 @@ from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.step import CutTensor, Recomputation, Record, Step
 from baechi.runtime.torch_compile import CompiledTape, located
-from baechi.torch_support.torch_internals import TapeEnd, cut_off, gradients, keeping_graphs
+from baechi.torch_support.torch_internals import (
+    TapeEnd,
+    cut_off,
+    gradients,
+    keeping_graphs,
+    run_first,
+)
 
 
 @final
@@ -193,9 +200,17 @@ class TapeCode:
             entering[number] = value.detach() if bare else value
         if not entering:
             return
-        found = cut_off(list(entering.values()))
-        for (number, source), tensor in zip(entering.items(), found, strict=True):
-            entry = self.entries[number]
+        # A parameter by itself: its gradient comes as soon as its reader has made it.
+        alone = [n for n in entering if self.entries[n].value < 0]
+        together = [n for n in entering if self.entries[n].value >= 0]
+        found: dict[int, torch.Tensor] = {}
+        for numbers in filter(None, (together, *([n] for n in alone))):
+            found.update(zip(numbers, cut_off([entering[n] for n in numbers]), strict=True))
+        for number in alone:
+            run_first(found[number])
+            record.shares[self.entries[number].grad] = found[number]
+        for number, source in entering.items():
+            entry, tensor = self.entries[number], found[number]
             record.entered[number] = get_gradient_edge(tensor)
             if entry.given or entry.value < 0:  # the caller may write it
                 record.cuts.append(CutTensor(source, tensor))
@@ -315,17 +330,46 @@ class TapeCode:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
                 targets.append((slot, False))
+        shares = {} if step.separate or self.place.type != "cpu" else record.shares
         del record
         if not outputs or not inputs:
             return
         kept = step.keep and isinstance(self.function, CompiledTape)
         try:
-            with keeping_graphs() if kept else nullcontext():
+            adding = self._adding(step, shares) if shares else nullcontext()
+            with keeping_graphs() if kept else nullcontext(), adding:
                 found = gradients(outputs, seeds, inputs, keep=step.keep)
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device) from error
         for (slot, alone), gradient in zip(targets, found, strict=True):
-            step.grads[slot] = compact(gradient) if alone else gradient
+            if slot not in shares:
+                step.grads[slot] = compact(gradient) if alone else gradient
+
+    @contextmanager
+    def _adding(self, step: Step, shares: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Add up gradients of parameters as they come: the engine would hold each to its end."""
+        waiting: dict[int, deque[int]] = defaultdict(deque)  # by the sum, in order
+        for total, slot in self.sums:
+            waiting[total].append(slot)
+        home = {slot: total for total, slots in waiting.items() for slot in slots}
+
+        def come(slot: int, gradient: torch.Tensor) -> torch.Tensor | None:
+            grads, total = step.grads, home.get(slot, slot)
+            grads[slot] = compact(gradient)
+            slots = waiting[total]
+            while slots and grads[slots[0]] is not None:
+                if grads[total] is None and total in shares:
+                    break
+                grads[total] = step.taken((total, slots.popleft()))
+            # In its place the engine holds what is there anyway, of the same form.
+            return shares[slot].detach() if gradient.layout is torch.strided else None
+
+        hooks = [shares[slot].register_hook(partial(come, slot)) for slot in shares]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _collect(self, step: Step, record: Record) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which backward begins, and their gradients, which nothing else holds."""
