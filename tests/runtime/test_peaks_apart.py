@@ -1,0 +1,100 @@
+"""Peaks of toys whose readers, parts or writes lie on several devices, or far apart in forward."""
+
+import pytest
+import torch
+from placed import cpus
+from torch import Tensor, nn
+
+import baechi
+
+
+def peaks(
+    model: nn.Module, x: Tensor, away: str = "", training: bool = True
+) -> list[tuple[int, int]]:
+    """Metered and predicted peak of each device; operators named by `away` are on the second."""
+    traced = baechi.trace(model.train(training), (x,))
+    graph = traced.graph(baechi.estimate(traced, "cpu"), training=training)
+    cluster = cpus(2 if away else 1)
+    named = [op.name.partition("/")[0] in away.split() for op in traced.ops]
+    pins = {
+        op.name: cluster.devices[there].name for op, there in zip(traced.ops, named, strict=True)
+    }
+    placement = baechi.solve(graph, cluster, constraints=baechi.Constraints(pins=pins))
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+    with torch.set_grad_enabled(training):
+        seen, said = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
+    placed.unplace()
+    assert any(named) == bool(away)
+    return [*zip(seen, said, strict=True)]
+
+
+class Repeated(nn.Module):
+    """A weight that is read often on one tape, and once more behind another device."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.shared, self.other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.shared(x).tanh()
+        return self.shared(self.other(x).tanh())
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_gradients_of_a_weight_are_added_up_before_their_tape_ends(times: int) -> None:
+    for seen, said in peaks(Repeated(times), torch.randn(4, 64), "other"):
+        assert seen <= said <= 1.05 * seen
+
+
+class Joined(nn.Module):
+    """Parts of a tensor that other operators read as a whole, joined again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x @ self.weight
+        b = a * self.scale
+        one, two = a.chunk(2, -1)
+        return torch.cat([two * b[..., :4], one + b[..., 4:]], -1).tanh() @ self.weight + a
+
+
+def test_a_joined_gradient_stays_until_its_parts_are_parts_of_another() -> None:
+    own, other = peaks(Joined(), torch.randn(8, 6, 8), "mul mul_1 tanh")
+    assert own[0] <= own[1] <= 1.05 * own[0]
+    assert other[0] <= other[1]
+
+
+class TurnedNorm(nn.Module):
+    """A batch norm between two turns, whose result is turned: a product copies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.norm(self.layers[0](x).mT).mT.tanh())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_product_copies_what_a_norm_turned(training: bool) -> None:
+    ((seen, said),) = peaks(TurnedNorm(), torch.randn(8, 64, 16), training=training)
+    assert seen <= said <= 1.05 * seen
+
+
+class Padded(nn.Module):
+    """Room that is made long before it is written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.zeros(64, 64)
+        room[:, 0] = x.repeat(1, 2).sin().cos().sum(-1)
+        return room.sum(0)
+
+
+def test_an_inference_makes_room_when_it_is_written() -> None:
+    ((seen, said),) = peaks(Padded(), torch.randn(64, 64), training=False)
+    assert seen == said
