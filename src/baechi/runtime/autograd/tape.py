@@ -8,12 +8,12 @@ Each tape is an autograd graph of its own (`docs/runtime.md`, Running it). Which
 settled once, by `binding`; here values are only moved.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from functools import cached_property, partial
+from typing import Any, Final, final
 
 import torch
 from torch import fx
@@ -29,6 +29,10 @@ from baechi.torch_support.torch_internals import (
     keeping_graphs,
     run_first,
 )
+
+# Gradients of a parameter's readers that are held together and not added up as they come, which
+# takes some 50 us for each.
+_WORTH_BYTES: Final = 2**15
 
 
 @final
@@ -200,9 +204,10 @@ class TapeCode:
             entering[number] = value.detach() if bare else value
         if not entering:
             return
-        # A parameter by itself: its gradient comes as soon as its reader has made it.
-        alone = [n for n in entering if self.entries[n].value < 0]
-        together = [n for n in entering if self.entries[n].value >= 0]
+        # Each by itself, where gradients are to come as soon as their readers have made them.
+        readers = [self._readers.get(entry.grad, 0) for entry in self.entries]
+        alone = [n for n, t in entering.items() if t.nbytes * readers[n] >= _WORTH_BYTES]
+        together = [n for n in entering if n not in alone]
         found: dict[int, torch.Tensor] = {}
         for numbers in filter(None, (together, *([n] for n in alone))):
             found.update(zip(numbers, cut_off([entering[n] for n in numbers]), strict=True))
@@ -330,7 +335,7 @@ class TapeCode:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
                 targets.append((slot, False))
-        shares = {} if step.separate or self.place.type != "cpu" else record.shares
+        shares = {} if step.separate else record.shares
         del record
         if not outputs or not inputs:
             return
@@ -344,6 +349,20 @@ class TapeCode:
         for (slot, alone), gradient in zip(targets, found, strict=True):
             if slot not in shares:
                 step.grads[slot] = compact(gradient) if alone else gradient
+
+    @cached_property
+    def _readers(self) -> dict[int, int]:
+        """The slots of gradients that are added up after it, each with how many of a parameter's.
+
+        Those of parameters that it reads several times; on GPUs none.
+        """
+        home = {total: total for total, _ in self.sums}
+        home |= {slot: total for total, slot in self.sums}
+        own = [entry.grad for entry in self.entries if entry.value < 0 and entry.grad in home]
+        count = Counter(home[slot] for slot in own)
+        if self.place.type != "cpu":
+            return {}
+        return {slot: count[home[slot]] for slot in own if count[home[slot]] > 1}
 
     @contextmanager
     def _adding(self, step: Step, shares: Mapping[int, torch.Tensor]) -> Iterator[None]:
