@@ -225,8 +225,8 @@ def _refuse_objects(facts: Facts, tracer: _ModuleTracer) -> None:
         constants = known.structure.constants if known.structure else ()
         odd = [value for value in constants if callable(value) or not is_plain(value)]
         leaf = node
-        while leaf.target in _PARTS:
-            leaf = leaf.args[0]  # type: ignore[assignment]
+        while leaf.target in _PARTS and isinstance(leaf.args[0], fx.Node):
+            leaf = leaf.args[0]
         readers = (user for user in node.users if user.op != "output" and user.target not in _PARTS)
         if odd and leaf.op == "call_module" and any(readers):
             path = str(leaf.target)
