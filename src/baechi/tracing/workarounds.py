@@ -261,18 +261,19 @@ def _proxy_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool
     return proxy, proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
 
 
-# What surrounds the forward of a checkpoint that is not reentrant, for `patch`.
-CHECKPOINT: Final = (checkpoint, "_checkpoint_without_reentrant_generator")
+# What surrounds the forward of a checkpoint that is not reentrant, for `patch`; the second name is
+# that of torch 2.14.
+_AROUND: Final = "_checkpoint_without_reentrant_generator"
+CHECKPOINT: Final = (checkpoint, _AROUND + "_impl" * hasattr(checkpoint, f"{_AROUND}_impl"))
 
 
-def checkpointed(
-    model: nn.Module, own: Any, run: Any, keep: bool, contexts: Any, *rest: Any, **kwargs: Any
-) -> Iterator[None]:
+def checkpointed(model: nn.Module, own: Any, *given: Any, **named: Any) -> Iterator[None]:
     """`CHECKPOINT` while a tracer runs: an export has what is inside, under its contexts, alone."""
     with _written_once(model):
         if export_mode() is None:
-            yield from own(run, keep, contexts, *rest, **kwargs)
-        else:
+            yield from own(*given, **named)
+        else:  # torch 2.14 has a name for what was the third
+            contexts = named["context_fn"] if "context_fn" in named else given[2]
             with contexts()[0]:
                 yield
 
