@@ -72,16 +72,20 @@ class Pooled(nn.Module):
         return torch.cat([pooled[:, None], maps.flatten(2).transpose(1, 2)], dim=1).tanh()
 
 
-@pytest.mark.parametrize("kind", [Sinks, Marked, Normed, Pooled])
-def test_a_part_of_a_gradient_gives_the_unsplit_model_s_bits(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    model, args = kind(), (torch.randn(2, 4, 16, 16),)
+def assert_equal_at_random(model: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """A step of four random placements leaves the unsplit model's bits."""
     with one_thread():
         expected = step(copy.deepcopy(model), args, {})
         for seed in range(4):
             placed = at_random(copy.deepcopy(model), args, seed=seed)
             assert step(placed, args, {}).differs_from(expected) == []
             placed.unplace()
+
+
+@pytest.mark.parametrize("kind", [Sinks, Marked, Normed, Pooled])
+def test_a_part_of_a_gradient_gives_the_unsplit_model_s_bits(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert_equal_at_random(kind(), (torch.randn(2, 4, 16, 16),))
 
 
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,13 +114,7 @@ class Joined(nn.Module):
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_an_activation_s_backward_gets_the_strides_of_the_unsplit_model(kind: str) -> None:
     torch.manual_seed(0)
-    model, args = Joined(kind), (torch.randn(64, 16),)
-    with one_thread():
-        expected = step(copy.deepcopy(model), args, {})
-        for seed in range(4):
-            placed = at_random(copy.deepcopy(model), args, seed=seed)
-            assert step(placed, args, {}).differs_from(expected) == []
-            placed.unplace()
+    assert_equal_at_random(Joined(kind), (torch.randn(64, 16),))
 
 
 class Kinds(nn.Module):

@@ -205,8 +205,11 @@ class TapeCode:
         if not entering:
             return
         # Each by itself, where gradients are to come as soon as their readers have made them.
-        readers = [self._readers.get(entry.grad, 0) for entry in self.entries]
-        alone = [n for n, t in entering.items() if t.nbytes * readers[n] >= _WORTH_BYTES]
+        alone = [
+            n
+            for n, tensor in (entering.items() if self._readers else ())
+            if tensor.nbytes * self._readers.get(self.entries[n].grad, 0) >= _WORTH_BYTES
+        ]
         together = [n for n in entering if n not in alone]
         found: dict[int, torch.Tensor] = {}
         for numbers in filter(None, (together, *([n] for n in alone))):

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, final
@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step, random_state, set_random_state
-from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import Graphs
 from baechi.runtime.executors.graphed_tape import GraphedTape, Statics
 from baechi.runtime.executors.held_storages import HeldStorages
@@ -94,6 +93,7 @@ class CudaExecutor:
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         self._lanes = lanes = Lanes(program, bound, places)
         self._gpus, self._shared, self._out = lanes.gpus, lanes.shared, lanes.out
+        self._others = frozenset(self._gpus[1:])
         self._streams = lanes.streams
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
@@ -331,8 +331,13 @@ class CudaExecutor:
                 continue
             for event in filter(None, map(arrivals.get, code.inputs)):
                 current_stream(code.place).wait_event(event)
-            with self._drawing(step, code):
-                tape.forward(step)
+            # All GPUs draw from the generator of the first: its state goes there and comes back.
+            lent = code.draws and code.place in self._others and not step.own.captured
+            if lent:
+                set_random_state(code.place, random_state(self._gpus[0]))
+            tape.forward(step)
+            if lent:
+                set_random_state(self._gpus[0], random_state(code.place))
             if graphs is not None and graphs.flights is not None:
                 # The next micro-batch in its slot writes there.
                 for result in (r for output in code.outputs for r in output.results):
@@ -340,17 +345,6 @@ class CudaExecutor:
                     step.results[result] = pytree.tree_map_only(
                         torch.Tensor, lambda tensor: tensor.detach().clone(), value
                     )
-
-    @contextlib.contextmanager
-    def _drawing(self, step: Step, code: TapeCode) -> Iterator[None]:
-        """A tape draws from the first GPU's generator: the state goes there and comes back."""
-        home, place = next(iter(self._gpus), code.place), code.place
-        if not code.draws or place.type == "cpu" or place == home or step.own.captured:
-            yield
-            return
-        set_random_state(place, random_state(home))
-        yield
-        set_random_state(home, random_state(place))
 
     def _send(
         self,

@@ -285,7 +285,7 @@ class GraphedTape:
         """A step in which the tape's forward has run, and whose graph stays."""
         scratch = Step(True, None, (), self.sizes)
         scratch.records, scratch.own = list(forward.records), forward.own
-        scratch.keep = scratch.separate = True
+        scratch.keep = True
         return scratch
 
     def _recorded(self, function: Callable[[], None], rank: int) -> Replay | str:
