@@ -16,7 +16,7 @@ from baechi.errors import NotSpecializedError
 from baechi.probing.worker_costs import crowded
 from baechi.tracing.calling_convention import canonical_call
 from baechi.tracing.families import differing
-from baechi.tracing.family_traces import sized
+from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.ladder import trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -661,6 +661,60 @@ def test_a_selection_of_any_size_joins() -> None:
         check_equal(step(module, x), step(unsplit, x))
     assert n_plans(module) == 1
     module.unplace()
+
+
+class Neighbours(nn.Module):
+    """Sums over the edges of graphs, without loops of their own, and over each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_edges, self.of_lonely = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, graph: torch.Tensor) -> Any:
+        mask = edges[0] != edges[1]
+        edges = torch.cat([edges[:, mask], torch.arange(len(x)).expand(2, -1)], 1)
+        degree = torch.zeros(len(x)).index_add(0, edges[1], torch.ones(edges.shape[1]))
+        sent = self.of_edges(x)[edges[0]] / degree[edges[0]][:, None]
+        x = torch.zeros_like(x).index_add(0, edges[1], sent).relu()
+        lonely = (degree < 3).nonzero()[:, 0]
+        x = x.index_add(0, lonely, self.of_lonely(x[lonely]))
+        return {"x": x.new_zeros(int(graph.max()) + 1, 8).index_add(0, graph, x)}
+
+
+def graphs_of(nodes: int, edges: int, loops: int) -> tuple[torch.Tensor, ...]:
+    ends = torch.randint(0, nodes - 1, (2, edges))
+    ends[1] += ends[1] >= ends[0]
+    ends[1, :loops] = ends[0, :loops]
+    return torch.randn(nodes, 8), ends, torch.arange(nodes) * 2 // nodes
+
+
+def test_graphs_of_any_size_have_one_plan_though_values_decide_sizes() -> None:
+    torch.manual_seed(0)
+    model = Neighbours()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer=baechi.RandomPlacer(0))
+    for sizes in ((9, 20, 3), (11, 30, 7), (11, 30, 0), (7, 25, 24), (30, 60, 2)):
+        given = graphs_of(*sizes)
+        check_equal(step(module, *given), step(unsplit, *given))
+        assert n_plans(module) == 1
+    module.unplace()
+
+
+def test_what_values_choose_is_expected_to_be_the_examples_part_of_it() -> None:
+    torch.manual_seed(0)
+    model, one = Neighbours(), graphs_of(9, 20, 3)
+    two = (torch.cat([one[0]] * 2), torch.cat([one[1], one[1] + 9], 1), one[2].repeat(2))
+    calls = [canonical_call(model, given, {}) for given in (one, two)]
+    family = trace(model, one, places=differing(*calls) or frozenset())
+    choosing = (torch.ops.aten.index.Tensor, torch.ops.aten.nonzero.default)
+    for given, call in zip((one, two), calls, strict=True):
+        values = family.module.family.joined(call)
+        facts = [resized(family, values).module.facts, trace(model, given).module.facts]
+        found, own = (
+            [row.values[0].shape for node, row in each.nodes.items() if node.target in choosing]
+            for each in facts
+        )
+        assert found == own
 
 
 def test_another_truth_value_at_another_shape_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What forward writes into the lists and dicts of its caller is in them after a placed call too."""
 
 import copy
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,39 @@ def test_containers_of_other_classes() -> None:
     assert got[1].maxlen == 1
     assert torch.equal(wanted[2]["new"], got[2]["new"])
     assert got[2].default_factory is not None
+
+
+class Store:
+    """Tensors by name, and the one whose they are."""
+
+    def __init__(self, parent: "Graph", **tensors: Tensor) -> None:
+        self.tensors, self.parent = tensors, weakref.ref(parent)
+
+
+class Graph:
+    """What a batch of graphs is like: it can be called, and has a weak reference to itself."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.store = Store(self, **tensors)
+
+    def __call__(self) -> list[Tensor]:
+        return list(self.store.tensors.values())
+
+
+class OfGraph(nn.Module):
+    def forward(self, graph: Graph) -> Tensor:
+        parent = graph.store.parent()
+        assert parent is graph
+        return sum(parent(), torch.ones(())).exp()
+
+
+def test_an_object_that_can_be_called_is_taken_apart_where_it_holds_tensors() -> None:
+    placed = lazily(OfGraph(), placer="round-robin")
+    for n in (3, 4, 5, 5):
+        graph = Graph(x=torch.randn(n), y=torch.randn(n))
+        assert torch.equal(placed(graph), OfGraph()(graph))
+    assert len(placed._specializations) == 1
+    placed.unplace()
 
 
 class Wrapping(nn.Module):

@@ -4,12 +4,13 @@ Everything private of `torch.fx.experimental` that Baechi uses stands here, seen
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.printers import PythonPrinter
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -26,11 +27,16 @@ def hint(size: Any) -> Any:
     if not isinstance(size, SYMBOLIC):
         return size
     environment = size.node.shape_env
-    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
-    value = environment.replace(size.node.expr).xreplace(known)
+    value = environment.replace(size.node.expr).xreplace(_examples(environment))
     if value.free_symbols:
         raise ValueError(f"the size {size} depends on values of tensors")
     return bool(value) if isinstance(size, torch.SymBool) else int(value)
+
+
+def _examples(environment: Any) -> Any:
+    """The values of symbols in the example."""
+    known = getattr(environment, "backed_var_to_val", None)
+    return environment.var_to_val if known is None else known
 
 
 def is_backed(size: Any) -> bool:
@@ -79,18 +85,59 @@ class Symbols:
 
     Args:
         sizes: Sizes of its inputs, at least one of which is symbolic.
+        expected: Terms for symbols that depend on values of tensors.
     """
 
-    def __init__(self, sizes: Iterable[Any]) -> None:
+    def __init__(self, sizes: Iterable[Any], expected: Mapping[Any, Any] | None = None) -> None:
         rows = [size for size in sizes if isinstance(size, torch.SymInt)]
         self._environment = rows[0].node.shape_env
+        self.expected = dict(expected or {})
 
     def term(self, size: Any) -> Any:
         """A size as an int, or as a term in the symbols that are left."""
         if not isinstance(size, SYMBOLIC):
             return size
-        found = self._environment.replace(size.node.expr)
+        found = self._environment.replace(size.node.expr).xreplace(self.expected)
         return int(found) if found.is_Integer else found
+
+    def hint(self, size: Any) -> Any:
+        """The value that a size has in the example.
+
+        Raises:
+            ValueError: It depends on values of tensors, and nothing is expected of it.
+        """
+        if not self.is_expected(size):
+            return hint(size)
+        value = self.term(size)
+        known = value if isinstance(value, int) else value.xreplace(_examples(self._environment))
+        return bool(known) if isinstance(size, torch.SymBool) else int(known)
+
+    def is_expected(self, size: Any) -> bool:
+        """True if values of tensors may make it another one."""
+        if not isinstance(size, SYMBOLIC):
+            return False
+        return bool(self._environment.replace(size.node.expr).free_symbols & self.expected.keys())
+
+    def expect(self, size: Any, example: int, among: Sequence[Any], count: int) -> None:
+        """Expect of a size that depends on values alone the example's part of other sizes.
+
+        Args:
+            size: It; anything else is left as it is.
+            example: What it is in the example.
+            among: The sizes of the tensor whose elements are chosen from.
+            count: The number of these in the example.
+        """
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        if symbol is None or not symbol.is_Symbol or not is_unbacked(size):
+            return
+        whole = math.prod(map(self.term, among))
+        if example == count:
+            term = whole
+        elif example < 2 or not getattr(whole, "free_symbols", ()):
+            term = sympy.Integer(example)
+        else:
+            term = FloorDiv(example * whole + count - 1, count)
+        self.expected.setdefault(symbol, sympy.sympify(term))
 
     @contextmanager
     def recording(self) -> Iterator[Any]:
@@ -109,9 +156,11 @@ class Symbols:
     def conditions(self, known: Iterable[Any]) -> list[Any]:
         """What was decided by sizes, as terms that must be true; and ranges of known symbols."""
         environment = self._environment
-        if environment.deferred_runtime_asserts:
+        # Those of sizes that values decide are operators of the trace, too.
+        if environment.deferred_runtime_asserts and not self.expected:
             raise ValueError("assertions of the trace depend on values of tensors")
         found = [environment.replace(guard.expr) for guard in environment.guards]
+        found = [condition.xreplace(self.expected) for condition in found]
         for symbol, among in environment.var_to_range.items():
             term = environment.replace(symbol)
             if term.free_symbols - set(known):

@@ -42,6 +42,7 @@ from baechi.torch_support.torch_internals import (
     version_of,
 )
 from baechi.tracing.fx_nodes import (
+    chosen_by_values,
     may_be_views,
     node_arguments,
     nodes_inside,
@@ -116,12 +117,14 @@ class Storage:
 class Facts:
     """The effects of every node of a graph, and the storages between them.
 
-    `real`: shapes alone did not determine it, so the example ran.
+    `real`: shapes alone did not determine it, so the example ran. `expected`: for symbols of sizes
+    that values of tensors decide, terms of others.
     """
 
     nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
     storages: list[Storage] = field(default_factory=list)
     real: bool = False
+    expected: Mapping[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -174,6 +177,8 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
             return mode.from_tensor(tensor, static_shapes=True) if found is None else found
 
         facts = _Recorder(module, stand_in, _keeps_forms(module)).record(inputs)
+    if chosen := [node for node in facts.nodes if chosen_by_values(node)]:
+        _expect(chosen, facts, symbols, module, inputs)
     # Each has a storage of its own in the facts, which is as good where they are only read.
     tensors = {id(t): (t, node) for t, node in zip(inputs, placeholders, strict=True)}.values()
     memory = Counter(t.untyped_storage().data_ptr() for t, _ in tensors if t.numel())
@@ -182,6 +187,29 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         if written and not tensor.is_meta and memory[tensor.untyped_storage().data_ptr()] > 1:
             raise ValueError("arguments share memory that is written")
     return facts
+
+
+def _expect(
+    chosen: Sequence[fx.Node],
+    facts: Facts,
+    symbols: Symbols,
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Expect of sizes that values decide the part that they are in a run of the example."""
+    sizes = [n for node in chosen for value in facts.nodes[node].values for n in value.shape]
+    if all(map(is_backed, sizes)):
+        return
+    example = _run(module, inputs)
+    for node in chosen:
+        sources = [source for source in node.all_input_nodes if facts.nodes[source].values]
+        masks = [s for s in sources if facts.nodes[s].values[0].dtype == torch.bool]
+        source = (masks + sources)[0]
+        (among, *_), (real, *_) = facts.nodes[source].values, example.nodes[source].values
+        for value, was in zip(facts.nodes[node].values, example.nodes[node].values, strict=True):
+            for size, known in zip(value.shape, was.shape, strict=True):
+                symbols.expect(size, known, among.shape, math.prod(real.shape))
+    facts.expected = symbols.expected
 
 
 def _of_sizes(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,10 +235,15 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
     except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
-        with torch.random.fork_rng(devices=[]), without_observers(module):
-            facts = _Recorder(module, cache(copy_of)).record(inputs)
-        facts.real = True
-        return facts
+        return _run(module, inputs)
+
+
+def _run(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
+    """The effects of every node in a run of the example on copies."""
+    with torch.random.fork_rng(devices=[]), without_observers(module):
+        facts = _Recorder(module, cache(copy_of)).record(inputs)
+    facts.real = True
+    return facts
 
 
 def _keeps_forms(module: fx.GraphModule) -> bool:
@@ -410,6 +443,8 @@ class _Recorder(fx.Interpreter):
         aten = isinstance(n.target, OpOverload) and n.target.namespace == "aten"
         if not self._once or n in self._may_view or not (aten or n.target is operator.getitem):
             return None
+        if chosen_by_values(n):
+            return None
         number: dict[int, int] = {}  # of a storage
         rows: list[Any] = []
         for argument in n.all_input_nodes:
@@ -464,8 +499,7 @@ class _Recorder(fx.Interpreter):
         attribute = str(node.target) if node.op == "get_attr" else None
         storage = self._storage(tensor, None if attribute else node, attribute)
         strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
-        shape = tuple(size if is_backed(size) else int(size) for size in tensor.shape)
-        return Value(storage, shape, strides, tensor.dtype, tensor.requires_grad)
+        return Value(storage, tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)

@@ -44,13 +44,16 @@ class EagerBranches:
 
     Args:
         numbers: Whether forward may also read numbers that depend on arguments, each a question.
+        choices: Whether it then knows what the arguments choose, as by a mask, whose values they
+            must all repeat; otherwise only that there are some.
     """
 
-    def __init__(self, *, numbers: bool = False) -> None:
+    def __init__(self, *, numbers: bool = False, choices: bool = False) -> None:
         self._numbers = numbers
+        self._choices = choices
         self._exporting: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
-        self._known = KnownValues(numbers=numbers)
+        self._known = KnownValues(numbers, choices)
         self.nested = False  # whether there is a compiler inside, which reads what is around it
         self._all = False
 
@@ -86,7 +89,7 @@ class EagerBranches:
         So do its buffers, each in a pair with the model's own.
         """
         self._last = None
-        known = self._known = KnownValues(numbers=self._numbers)
+        known = self._known = KnownValues(self._numbers, self._choices)
         if self._all:
             yield
             return
@@ -220,9 +223,10 @@ _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of l
 class KnownValues(FunctionMode):
     """Keeps the values that are known while a tracer runs a model, and answers with them."""
 
-    def __init__(self, *, numbers: bool) -> None:
+    def __init__(self, numbers: bool, choices: bool) -> None:
         super().__init__()
         self._numbers = numbers  # of arguments, too
+        self._choices = choices  # and what they choose
         # A value holds for as long as nothing writes into the tensor or a view of it.
         # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
@@ -332,7 +336,7 @@ class KnownValues(FunctionMode):
 
     def _told(self, made: torch.Tensor, value: torch.Tensor, node: fx.Node | None) -> torch.Tensor:
         """What was made of known values that decide its sizes: their result, if it may be told."""
-        told = self._numbers or node is None or not self.questions.needs_arguments(node)
+        told = self._choices or node is None or not self.questions.needs_arguments(node)
         if not told or not _is_knowable(value):
             return made
         rows = value.tolist()

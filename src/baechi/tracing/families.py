@@ -16,7 +16,6 @@ from baechi.torch_support.symbolic_sizes import (
     SYMBOLIC,
     Symbols,
     compiled,
-    hint,
     solved,
     symbols_in,
 )
@@ -224,7 +223,7 @@ class Family:
         self.places = places
         self.numbers = numbers_among(places)
         sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
-        self._symbols = Symbols(sizes)
+        self._symbols = Symbols(sizes, facts.expected)
         self._questions = questions
         self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._beyond: dict[Any, tuple[int, ...]] = {}  # values in calls beyond the guards
@@ -264,7 +263,7 @@ class Family:
         term = self._symbols.term(size)
         if term not in self._terms:
             self._terms[term] = len(self._terms)
-            self._hints.append(hint(size))
+            self._hints.append(self._symbols.hint(size))
         return self._terms[term]
 
     def _with_places(self, structure: Structure) -> Structure:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import END, node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
 from baechi.tracing.partition import Partition, attribute, living
+from baechi.tracing.pytrees import tensors_in
 
 
 def resized(traced: Traced, values: Sequence[int]) -> Traced:
@@ -116,7 +118,8 @@ def _program(
 
     Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
     what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
-    it node by node; and strides where there is a gradient.
+    it node by node; and strides where there is a gradient. Sizes that values of tensors decide do
+    not count.
     """
     carriers = module.graph.find_nodes(op="placeholder")[inputs:]
     names: dict[fx.Node, str] = {}
@@ -128,7 +131,9 @@ def _program(
         if node in names:
             return names[node]
         structure = facts.nodes[node].structure
-        return structure.constants[0] if structure is not None else None
+        if structure is None or is_unbacked(node.meta.get("val")):
+            return None
+        return structure.constants[0]
 
     for node in module.graph.nodes:
         if node.op == "output":
@@ -146,10 +151,10 @@ def _program(
         arguments = fx.node.map_arg(given, show)
         values = tuple(
             (
-                *(storages.setdefault(value.storage, len(storages)), value.shape, value.dtype),
-                value.stride if exact and value.requires_grad else None,
+                *(storages.setdefault(value.storage, len(storages)), value.dtype),
+                *((shape, stride if exact and value.requires_grad else None)),
             )
-            for value in fact.values
+            for value, (shape, stride) in zip(fact.values, _known(node, fact.values), strict=True)
         )
         writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
         target = "" if node.op == "placeholder" or is_alias else target_name(node)
@@ -161,6 +166,20 @@ def _program(
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(rows)}"
     return rows
+
+
+def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
+    """The shapes and strides of what a node yields, `None` for what values of tensors decide."""
+    noted = list(tensors_in(node.meta.get("val")))
+    if len(noted) != len(values):  # it has none, as a submodule that stays whole
+        return [(value.shape, value.stride) for value in values]
+
+    def known(sizes: Sequence[int], terms: Sequence[Any]) -> tuple[int | None, ...]:
+        pairs = zip(sizes, terms, strict=True)
+        return tuple(None if is_unbacked(term) else size for size, term in pairs)
+
+    pairs = zip(values, noted, strict=True)
+    return [(known(v.shape, t.shape), known(v.stride, t.stride())) for v, t in pairs]
 
 
 def _is_alias(node: fx.Node, facts: Facts) -> bool:

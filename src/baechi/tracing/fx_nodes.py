@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.torch_internals import OpOverload
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
@@ -236,6 +237,16 @@ def may_be_views(graph: fx.Graph) -> set[fx.Node]:
 
 # Parts of the names of operators whose kernels lay out results each in its own way.
 _CHOOSING: Final = ("conv", "norm", "attention", "pool", "upsample", "lstm", "gru", "rnn", "linalg")
+
+
+def chosen_by_values(node: fx.Node) -> bool:
+    """True if values of tensors decide sizes of what a node yields, as those of a mask do."""
+    target: Any = node.target
+    if torch.Tag.dynamic_output_shape not in getattr(target, "tags", ()):
+        return False
+    value = node.meta.get("val")
+    rows = value if isinstance(value, (list, tuple)) else [value]
+    return any(map(is_unbacked, (n for row in rows for n in getattr(row, "shape", ()))))
 
 
 def layout_maker(node: fx.Node) -> fx.Node | None:

@@ -205,6 +205,7 @@ def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
 
 
 _NUMBERS: Final = "numbers of the arguments"
+_CHOICES: Final = f"{_NUMBERS} and what they choose"
 _TRUTHS: Final = "truth values of the example"
 
 
@@ -220,8 +221,11 @@ def ladder(
     if not places:  # fx knows no symbols
         opaque = partial(symbolic_trace, mode)
         yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
-    numbers = partial(_non_strict, mode, EagerBranches(numbers=True), places=places)
-    yield f"{name}, {_NUMBERS}", numbers
+    for kind, branches in (
+        (_NUMBERS, EagerBranches(numbers=True)),
+        (_CHOICES, EagerBranches(numbers=True, choices=True)),
+    ):
+        yield f"{name}, {kind}", partial(_non_strict, mode, branches, places=places)
     branches = EagerBranches()
     name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
     yield name, values
@@ -295,7 +299,7 @@ def _climb(
     like: Traced | None,
 ) -> Traced:
     """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
-    late = next((kind for kind in (_NUMBERS, _TRUTHS) if like and kind in like.rung), "")
+    late = next((kind for kind in (_CHOICES, _NUMBERS, _TRUTHS) if like and kind in like.rung), "")
     attempts = [row for row in (like.attempts if like and late else ()) if late not in row.rung]
     whole: Traced | None = None
     before = Attributes(model)

@@ -10,6 +10,7 @@ they were in the trace.
 """
 
 import dataclasses
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -138,9 +139,10 @@ class _Object:
 @final
 @dataclass(frozen=True)
 class _Again:
-    """An object that is known already, by its number."""
+    """An object that is known already, by its number; or a weak reference to it."""
 
     number: int
+    weak: bool = False
 
 
 _PLAIN: Final = (
@@ -226,7 +228,8 @@ def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
     if isinstance(leaf, Number):
         return tensors[leaf.index].shape[0]
     if isinstance(leaf, _Again):
-        return objects[leaf.number]
+        known = objects[leaf.number]
+        return weakref.ref(known) if leaf.weak else known
     if not isinstance(leaf, _Object):
         return leaf
     value = _empty(leaf.like)
@@ -274,6 +277,8 @@ class Parts:
         if isinstance(leaf, torch.Tensor | fx.Proxy):
             self.tensors.append(leaf)
             return _Slot(len(self.tensors) - 1)
+        if isinstance(leaf, weakref.ref) and id(leaf()) in self._number:
+            return _Again(self._number[id(leaf())], weak=True)
         if not self._is_object(leaf):
             return leaf
         if id(leaf) in self._number:
@@ -307,7 +312,16 @@ def _is_leaf(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """True if a trace may hold the value as it is."""
-    return isinstance(value, _PLAIN) or callable(value)
+    return isinstance(value, _PLAIN) or (callable(value) and not _has_tensors(value, set()))
+
+
+def _has_tensors(value: Any, seen: set[int]) -> bool:
+    """True of an object that holds tensors, as a batch of graphs does that can be called, too."""
+    if id(value) in seen or isinstance(value, torch.nn.Module) or not _can_hold(value):
+        return isinstance(value, torch.Tensor)
+    seen.add(id(value))
+    rows = pytree.tree_leaves(list(_contents(value)[1]))
+    return any(_has_tensors(row, seen) for row in rows)
 
 
 def _is_object(value: Any) -> bool:
