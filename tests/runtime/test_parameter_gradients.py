@@ -162,6 +162,47 @@ def test_readers_of_one_weight_are_added_up_over_calls_as_autograd_does(hook: bo
     module.unplace()
 
 
+class Reading(nn.Module):
+    """It stays whole, since it reads a number."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.linear = embedding, nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor, before: torch.Tensor | float) -> torch.Tensor:
+        x = self.linear(self.embedding(tokens) + before)
+        return x.tanh() if x.norm().item() > 0 else x
+
+
+class EncoderDecoder(nn.Module):
+    """Two stacks that stay whole and a head, with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(20, 8)
+        self.encoder, self.decoder = Reading(self.shared), Reading(self.shared)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(two, self.encoder(one, 0.5)) * 0.3)
+
+
+def test_submodules_that_stay_whole_tell_the_gradients_of_a_shared_weight_apart() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (2, 4, 12))
+    unsplit = EncoderDecoder()
+    unsplit(*tokens).square().mean().backward()
+    for seed in range(4):  # the scaling is on another device than all else with three of them
+        model = copy.deepcopy(unsplit)
+        model.zero_grad()
+        module = placed.at_random(model, (*tokens,), seed=seed, devices=2)
+        module(*tokens).square().mean().backward()
+        for name, parameter in unsplit.named_parameters():
+            assert torch.equal(module.get_parameter(name).grad, parameter.grad), name
+        module.unplace()
+
+
 def test_steps_take_turns_with_one_node() -> None:
     module = placed.at_random(Layers(), (X,))
     first, second = module(X), module(X)

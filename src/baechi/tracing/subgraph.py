@@ -11,6 +11,7 @@ from torch import fx
 from baechi.traced.traced_model import Traced
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.truth_values import CHECK, check
+from baechi.tracing.workarounds import called_with
 
 
 @final
@@ -45,6 +46,7 @@ def extract(
     exits: Sequence[tuple[fx.Node, int, fx.Node]] = (),
     device: torch.device,
     leaves: Mapping[str, torch.nn.Module] | None = None,
+    lent: Mapping[fx.Node, Mapping[str, fx.Node]] | None = None,
     boxed: bool = False,
     again: bool = False,
     dead: Set[fx.Node] = frozenset(),
@@ -63,6 +65,7 @@ def extract(
         device: Where the function runs: factories such as `arange` allocate there, and on a GPU
             the host checks truth values.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
+        lent: Weights, by name, of which a node that calls a submodule gets arguments of its own.
         boxed: Whether the function takes its inputs in a list.
         again: Whether it runs again, so that observers see no graph: it is not the one of the
             backward.
@@ -70,8 +73,10 @@ def extract(
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
+    lent = lent or {}
     for node in nodes:
         if node in inside:
+            inputs.update(((weight, node), None) for weight in lent.get(node, {}).values())
             outside = [a for a in node.all_input_nodes if a not in inside]
             inputs.update(((a, node if (a, node) in apart else None), None) for a in outside)
     graph = fx.Graph()
@@ -96,6 +101,14 @@ def extract(
                 return copy_of[old, node if (old, node) in apart else None]
 
             copy_of[node, None] = copy = graph.node_copy(node, argument)
+            if node in lent:
+                leaf = graph.create_node("get_attr", str(node.target))
+                weights = {name: copy_of[weight, node] for name, weight in lent[node].items()}
+                given = (leaf, weights, copy.args, copy.kwargs)
+                graph.erase_node(copy)
+                copy_of[node, None] = copy = graph.create_node(
+                    "call_function", _with_weights, given, name=node.name
+                )
             if isinstance(node.target, Observer):
                 _detach(copy, node, set() if again else inside)
             _run_on(copy, device)
@@ -110,6 +123,14 @@ def extract(
         outputs=tuple(outputs),
         exits=tuple((node, position) for node, position, _ in exits),
     )
+
+
+def _with_weights(
+    leaf: torch.nn.Module, weights: Mapping[str, Any], args: Sequence[Any], kwargs: Any
+) -> Any:
+    """The result of a submodule with others in place of some of its weights."""
+    state = dict([*leaf.named_parameters(), *leaf.named_buffers()])
+    return called_with(leaf, {**state, **weights}, args, kwargs)
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -204,6 +204,7 @@ class _Binder:
             apart=self._gradients.read_apart(nodes),
             exits=self._gradients.exits(nodes, outputs),
             device=self._places[self._layout.device(tape)],
+            lent=self._gradients.lent(nodes),
             boxed=boxed,
             again=self._program.tapes[tape].again >= 0,
             dead=self._dead if boxed else frozenset(),  # a compiler has no use for it
@@ -338,8 +339,8 @@ class _Binder:
                 argument
                 for argument, node in enumerate(part.inputs)
                 if node.op == "get_attr"
-                and self._is_written(node)
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
+                and self._is_written(node)
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
             crossing=tuple(

@@ -9,7 +9,7 @@ reader where it is read inside, too (an *exit*).
 """
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeGuard, final
@@ -100,6 +100,10 @@ class Layout:
         """The model's own value behind a get_attr node."""
         return attribute(self.module.graph_module, str(node.target))
 
+    def leaf(self, node: fx.Node) -> torch.nn.Module:
+        """The submodule that a node calls."""
+        return self.module.graph_module.get_submodule(str(node.target))
+
 
 class _Gradient(NamedTuple):
     """A gradient of a reader at a position, and its slot where the producer is."""
@@ -138,6 +142,10 @@ class Gradients:
         for node in layout.position:
             if node.op == "get_attr":
                 self._readers[id(layout.attribute(node))] += layout.users(node)
+            elif node.op == "call_module":
+                for weight in layout.leaf(node).parameters():
+                    self._readers[id(weight)].append(node)
+        self._lent: dict[str, fx.Node] = {}  # nodes that stand for weights of submodules, by name
 
     def _new(self) -> int:
         self.n += 1
@@ -167,7 +175,7 @@ class Gradients:
             if not any(v.requires_grad for v in facts) or any(v.storage in written for v in facts):
                 continue
             if value.op == "get_attr":
-                alone = rows if self._is_spread(value) else []
+                alone = rows if self._is_spread(self._layout.attribute(value)) else []
             else:
                 first = self._first_together(value, rows, inside)
                 alone = [node for node in rows if position[node] < first]
@@ -190,13 +198,31 @@ class Gradients:
             last = _CALLER  # the caller reads it, or the tape has another order than autograd
         return min(last, *gathering) if gathering else last
 
-    def _is_spread(self, node: fx.Node) -> bool:
+    def lent(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, dict[str, fx.Node]]:
+        """The weights, by name, whose gradients two submodules of a tape must tell apart.
+
+        These stay whole, and would give one gradient for both.
+        """
+        found: dict[fx.Node, dict[str, fx.Node]] = {}
+        called = [n for n in nodes if n.op == "call_module" and self._layout.structure.is_training]
+        calls = {node: self._layout.leaf(node) for node in called}
+        readers = Counter(id(weight) for leaf in calls.values() for weight in leaf.parameters())
+        for node, leaf in calls.items():
+            for name, weight in leaf.named_parameters():
+                if readers[id(weight)] > 1 and weight.requires_grad and self._is_spread(weight):
+                    path = f"{node.target}.{name}"
+                    if path not in self._lent:
+                        self._lent[path] = fx.Graph().get_attr(path)
+                    found.setdefault(node, {})[name] = self._lent[path]
+        return found
+
+    def _is_spread(self, value: Any) -> bool:
         """True if gradients of a parameter's readers are added up one by one, as they come.
 
         That is with readers in several tapes; or with several micro-batches whose gradients
         autograd adds up one by one.
         """
-        users, program = self._readers[id(self._layout.attribute(node))], self._layout.program
+        users, program = self._readers[id(value)], self._layout.program
         if program.batches > 1 and len(program.phases) > 1:
             return len(users) > 1
         return len({self._layout.tape(user) for user in users}) > 1
@@ -315,9 +341,11 @@ class Gradients:
             if layout.is_state(node) and reader is None
         ]
         nodes = layout.nodes(tape)
+        lent = {id(layout.attribute(node)) for node in part.inputs if node in self._lent.values()}
         for name, leaf in opaque_leaves(layout.module.graph_module, nodes).items():
             users = [node for node in nodes if node.target == name]
-            rows += [(value, users) for value in (*leaf.parameters(), *leaf.buffers())]
+            state = (*leaf.parameters(), *leaf.buffers())
+            rows += [(value, users) for value in state if id(value) not in lent]
         last: dict[torch.nn.Parameter, int] = {}
         for value, users in rows:
             if _is_trained(value):
