@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols, is_backed
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols
 from baechi.torch_support.torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,
@@ -54,7 +54,12 @@ from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.truth_values import CHECK
-from baechi.tracing.workarounds import called_with, most_selected, resized_by_symbols
+from baechi.tracing.workarounds import (
+    called_with,
+    may_take_most,
+    most_selected,
+    resized_by_symbols,
+)
 
 
 @final
@@ -162,9 +167,11 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     placeholders = module.graph.find_nodes(op="placeholder")
     given = [node.meta["val"] for node in placeholders]
     symbols = Symbols([*(size for value in given for size in value.shape)])
+    chosen = [node for node in module.graph.nodes if chosen_by_values(node)]
+    example = None if all(map(may_take_most, chosen)) else _run(module, inputs)
     with (
         symbols.recording() as environment,
-        most_selected(),
+        most_selected() if example is None else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment) as mode,
     ):
         stand_ins = {
@@ -177,8 +184,8 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
             return mode.from_tensor(tensor, static_shapes=True) if found is None else found
 
         facts = _Recorder(module, stand_in, _keeps_forms(module)).record(inputs)
-    if chosen := [node for node in facts.nodes if chosen_by_values(node)]:
-        _expect(chosen, facts, symbols, module, inputs)
+    if example is not None:
+        _expect(chosen, facts, example, symbols)
     # Each has a storage of its own in the facts, which is as good where they are only read.
     tensors = {id(t): (t, node) for t, node in zip(inputs, placeholders, strict=True)}.values()
     memory = Counter(t.untyped_storage().data_ptr() for t, _ in tensors if t.numel())
@@ -189,18 +196,8 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     return facts
 
 
-def _expect(
-    chosen: Sequence[fx.Node],
-    facts: Facts,
-    symbols: Symbols,
-    module: fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
-) -> None:
+def _expect(chosen: Sequence[fx.Node], facts: Facts, example: Facts, symbols: Symbols) -> None:
     """Expect of sizes that values decide the part that they are in a run of the example."""
-    sizes = [n for node in chosen for value in facts.nodes[node].values for n in value.shape]
-    if all(map(is_backed, sizes)):
-        return
-    example = _run(module, inputs)
     for node in chosen:
         sources = [source for source in node.all_input_nodes if facts.nodes[source].values]
         masks = [s for s in sources if facts.nodes[s].values[0].dtype == torch.bool]

@@ -388,15 +388,30 @@ def most_selected() -> AbstractContextManager[Any]:
     return patch.dict(fake_kernels, kernels)
 
 
+def may_take_most(node: fx.Node) -> bool:
+    """True if a node's result, whose size values decide, is as large as it may be to those."""
+    if node.target is torch.ops.aten.masked_select.default:
+        return True
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    given: Any = fx.node.map_arg(node.args, lambda each: each.meta.get("val"))
+    return _is_whole(*given)
+
+
+def _is_whole(values: torch.Tensor, indices: Sequence[Any]) -> bool:
+    """True of an index by one mask of all dimensions."""
+    (mask, *others) = indices
+    return not (others or mask is None or mask.dtype != torch.bool or mask.dim() != values.dim())
+
+
 _INDEX: Final = fake_kernels[torch.ops.aten.index.Tensor]
 
 
 def _indexed(mode: Any, func: Any, values: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
-    (mask, *others) = indices
-    if others or mask is None or mask.dtype != torch.bool or mask.dim() != values.dim():
-        found: torch.Tensor = _INDEX(mode, func, values, indices)
-        return found
-    return _all_selected(mode, func, values, mask)
+    if _is_whole(values, indices):
+        return _all_selected(mode, func, values, indices[0])
+    found: torch.Tensor = _INDEX(mode, func, values, indices)
+    return found
 
 
 def _all_selected(_mode: Any, _func: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
