@@ -353,6 +353,7 @@ def test_the_pictures_hold_every_op_transfer_and_limit():
     assert list(bars["to cpu:1"].base) == [10]
     assert list(bars["to cpu:1"].marker.color) == [color(0)]
     assert bars["to cpu:1"].marker.line.width > 0, "or what takes no time is not drawn"
+    assert bars["to cpu:0"].marker.line.width == 0, "or there is a tick where nothing arrives"
     lines = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
     assert list(lines["cpu:1"].y) == [200, 230, 241, 200]
     assert list(lines["limit of cpu:0"].y) == [1000, 1000]
@@ -461,7 +462,17 @@ def test_a_trace_of_micro_batches_has_their_turns():
 @drawn
 def test_a_page_of_micro_batches_draws_the_graph_once(tmp_path):
     write_html(tmp_path / "plan.html", pipelined_plan())
-    assert "h.0/a@1" in (tmp_path / "plan.html").read_text()
+    graph, _, rest = (tmp_path / "plan.html").read_text().partition("<h2>The step over time</h2>")
+    assert "a@1" not in graph.partition("<h2>The graph by device</h2>")[2]
+    assert "a@1" in rest.partition("<h2>Details</h2>")[0]
+
+
+@drawn
+def test_the_tables_of_micro_batches_have_each_op_and_each_transfer_once(tmp_path):
+    write_html(tmp_path / "plan.html", pipelined_plan())
+    tables = (tmp_path / "plan.html").read_text().partition("<h2>Details</h2>")[2]
+    assert tables.count("<td>h.0/a</td>") == 3  # slowest, largest, sent
+    assert "@1" not in tables
 
 
 # One host launches a, b and c in 0 to 30, 30 to 60 and 60 to 90; nothing waits for anything else.

@@ -200,7 +200,8 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
         arriving = [transfer for transfer in schedule.transfers if transfer.dst == device]
         senders = [color(transfer.src) for transfer in arriving] or _LINE
         # The outline shows bars of no width, such as a hand-over between CPU workers.
-        marker = {"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}}
+        line = {"width": 1 if arriving else 0, "color": senders}
+        marker = {"color": senders, "opacity": 0.85, "line": line}
         texts = [_transfer_text(plan, transfer) for transfer in arriving]
         _add_bars(figure, plan, target.name, "to ", arriving, texts, marker=marker, width=0.45)
     for host, launches in plan.launches.items():

@@ -130,22 +130,22 @@ def _devices(plan: Plan) -> str:
 
 
 def _details(plan: Plan) -> Iterable[str]:
-    graph = plan.graph
+    graph, n = plan.graph, len(plan.one.graph.ops)  # of further micro-batches every op comes again
     for title, header, rows in placer_tables(plan):
         yield _fold(title, _table(header, rows), is_open=True)
     if plan.traced is not None:
         title, header, rows = tracing_table(plan.traced)
         rows = [[rung, _Html(f"<pre>{escape(text)}</pre>")] for rung, text in rows]
         yield _fold(title, _table(header, rows))
-    slowest = sorted(plan.schedule.spans, key=lambda s: (s.start_ns - s.end_ns, s.op))[:_ROWS]
+    slowest = sorted(plan.span_of[:n], key=lambda s: (s.start_ns - s.end_ns, s.op))[:_ROWS]
     times = [(format_ns(s.end_ns - s.start_ns), s.op) for s in slowest]
     yield _fold("The slowest ops", _ops(plan, "time", times))
-    ops = range(len(graph.ops))
-    largest = sorted(ops, key=lambda op: (-graph.ops[op].persistent_bytes, op))[:_ROWS]
+    largest = sorted(range(n), key=lambda op: (-graph.ops[op].persistent_bytes, op))[:_ROWS]
     held = [(format_bytes(graph.ops[op].persistent_bytes), op) for op in largest]
     yield _fold("The ops that hold most for the whole step", _ops(plan, "bytes", held))
-    if plan.schedule.transfers:
-        by_size = sorted(plan.schedule.transfers, key=lambda t: -graph.tensors[t.tensor].nbytes)
+    sent = [t for t in plan.schedule.transfers if graph.tensors[t.tensor].producer < n]
+    if sent:
+        by_size = sorted(sent, key=lambda t: -graph.tensors[t.tensor].nbytes)
         rows = [
             [
                 graph.ops[graph.tensors[t.tensor].producer].name,
