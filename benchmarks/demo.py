@@ -77,6 +77,7 @@ def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
             title=f"{title}, in 4 micro-batches",
             build=partial(_gpt2, 8, quick=quick),
             devices=2,
+            share=0.85,  # with less, hardly two of them are under way at once
             microbatches=4,
             steps=2,
         ),
