@@ -242,6 +242,23 @@ class OfWeightData(Net):
         return super().forward(x) + x @ self.b.weight.data
 
 
+class InADict(Net):
+    """Weights and a buffer in a dict, too, where forward looks for them (as `ncps.torch.LTC`)."""
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.own = {"weight": self.b.weight, "calls": self.calls, "rows": [self.a.bias]}
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads and x.sum().item() > 1e9:
+            return x
+        self.own["calls"].add_(1)
+        (bias,) = self.own["rows"]
+        return super().forward(x @ self.own["weight"] + bias) * self.own["calls"]
+
+
 def attending(x: torch.Tensor) -> torch.Tensor:
     """With a bias that needs a gradient, as T5's does under gradient checkpointing."""
     bias = torch.zeros(12, 12)
@@ -326,6 +343,8 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
     "gradient of a leaf inside": lambda: Middle(asking_for_gradients),
     "gradient of a mask": lambda: Middle(attending),
     "data of a weight": OfWeightData,
+    "its tensors in a dict": InADict,
+    "its tensors in a dict of a submodule that stays whole": lambda: Middle(InADict(reads=True)),
     "data written": lambda: Middle(written_behind_autograd),
     "data replaced in a submodule": lambda: Middle(InSubmodule(with_other_data)),
     "complex numbers": lambda: Middle(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4)),

@@ -104,7 +104,7 @@ def _non_strict(
     truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
     places: frozenset[Place] = frozenset(),
 ) -> Capture:
-    outside, own = OutsideTensors(), dict(model.named_buffers())
+    outside, own = OutsideTensors(), named_state(model)
     replayed = None if truth_values is None else TruthValues(truth_values)
     sets: list[str] = []
     modes: list[tuple[dict[str, Any], str, str]] = []
@@ -120,6 +120,9 @@ def _non_strict(
             stack.enter_context(branches.taken(tensors, examples, given))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
+            now = named_state(model).items()
+            pairs = ((own[name], tensor) for name, tensor in now if name in own)
+            outside.stand_ins = {id(mine): other for mine, other in pairs if mine is not other}
             if not branches.nested:
                 stack.enter_context(outside)
             before, parts = Attributes(model), {*model.modules()}

@@ -224,8 +224,8 @@ def _undo_writes(rows: Iterable[tuple[torch.Tensor, int, torch.Tensor]]) -> None
 
 
 def _loose(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors in plain attributes of the model's modules, each once."""
-    state = _state_of(model)
+    """The tensors in plain attributes of the model's modules, each once; parameters are not."""
+    state = {id(parameter) for parameter in model.parameters()}
     found: dict[int, torch.Tensor] = {}
     for holder in _holders(model):
         rows = tuple(v for _, v in _entries(holder) if not isinstance(v, _NO_TENSORS))
@@ -259,10 +259,15 @@ class OutsideTensors(FunctionMode):
 
     To a tracer such a tensor is a constant. So a gradient that flows into it would be lost, and it
     would be written when the model is traced, besides in each call.
+
+    Attributes:
+        stand_ins: What stands for the model's own tensors while it is traced, by their ids: forward
+            may find these in a list or a dict, too.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.stand_ins: dict[int, torch.Tensor] = {}
         self._written: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,6 +275,11 @@ class OutsideTensors(FunctionMode):
         real = list(filter(_is_real, pytree.tree_leaves((args, kwargs))))
         if not real:
             return func(*args, **kwargs)
+        if any(id(tensor) in self.stand_ins for tensor in real):
+            args, kwargs = pytree.tree_map(
+                lambda leaf: self.stand_ins.get(id(leaf), leaf), (args, kwargs)
+            )
+            return self.run(func, args, kwargs)
         writes = _may_write(func, kwargs)
         for tensor in real if writes else ():
             if id(tensor) not in self._written:
