@@ -10,6 +10,7 @@ import pytest
 import torch
 from placed import again_at_random, at_random, lazily
 from torch import Tensor, nn
+from torch.utils._pytree import MappingKey, _deregister_pytree_node, register_pytree_node
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import baechi
@@ -196,6 +197,48 @@ def test_an_object_that_can_be_called_is_taken_apart_where_it_holds_tensors() ->
         assert torch.equal(placed(graph), OfGraph()(graph))
     assert len(placed._specializations) == 1
     placed.unplace()
+
+
+class Table:
+    """An object that pytree takes apart, as it does a TensorDict, and makes anew."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self.columns = columns
+
+
+class Filling(nn.Module):
+    """Writes a column of its argument, and returns the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, table: Table) -> Table:
+        table.columns["hidden"] = self.first(table.columns["x"])
+        table.columns["x"] = self.last(table.columns["hidden"])
+        return table
+
+
+def test_an_object_that_pytree_makes_anew_is_the_callers_own() -> None:
+    register_pytree_node(
+        Table,
+        lambda table: (list(table.columns.values()), list(table.columns)),
+        lambda values, names: Table(dict(zip(names, values, strict=True))),
+        flatten_with_keys_fn=lambda table: (
+            [(MappingKey(name), value) for name, value in table.columns.items()],
+            list(table.columns),
+        ),
+    )
+    try:
+        model, x = Filling(), torch.randn(3, 4)
+        wanted, got = Table({"x": x}), Table({"x": x})
+        placed = at_random(copy.deepcopy(model), (Table({"x": x}),), seed=1)
+        model(wanted)
+        assert placed(got) is got
+        assert list(got.columns) == list(wanted.columns)
+        assert all(torch.equal(got.columns[name], wanted.columns[name]) for name in got.columns)
+    finally:
+        _deregister_pytree_node(Table)
 
 
 class Wrapping(nn.Module):

@@ -1,8 +1,9 @@
 """Nested values as flat lists of tensors and structures.
 
-Tuples and what else pytree knows are opened by pytree. Lists, dicts and dataclasses, and objects of
-any class where they are looked into, such as a cache of keys, are objects: one that is found twice
-stays one. Subclasses of lists and dicts, which may hold attributes besides, are not looked into.
+Tuples, and subclasses of lists and dicts that pytree knows, are opened by pytree. Lists, dicts and
+dataclasses, what else pytree knows, such as a TensorDict, and objects of any class where they are
+looked into, such as a cache of keys, are objects: one that is found twice stays one. Other
+subclasses of lists and dicts, which may hold attributes besides, are not looked into.
 
 A call may change the objects among its arguments. A trace runs on copies of them; their contents
 afterwards are what a call must leave in the caller's objects: tensors that it computed, numbers as
@@ -307,7 +308,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def _is_leaf(value: Any) -> bool:
     """True if pytree must not open it: it would turn a size into a tuple."""
-    return is_container(value) or isinstance(value, torch.Size)
+    return is_container(value) or isinstance(value, torch.Size) or _is_opened_object(value)
+
+
+def _is_opened_object(value: Any) -> bool:
+    """True if pytree would make a new one of an object that forward may change (a TensorDict)."""
+    known = type(value) in pytree.SUPPORTED_NODES and not isinstance(value, tuple)
+    return known and _can_hold(value)
 
 
 def is_plain(value: Any) -> bool:
@@ -332,7 +339,9 @@ def _is_object(value: Any) -> bool:
 def _is_plain_object(value: Any) -> bool:
     """True if the object is nothing but its contents: a list, a dict, a dataclass."""
     record = dataclasses.is_dataclass(value) and hasattr(value, "__dict__")
-    return is_container(value) or (record and not isinstance(value, (type, *_CONTAINERS)))
+    if record and not isinstance(value, (type, *_CONTAINERS)):
+        return True
+    return is_container(value) or _is_opened_object(value)
 
 
 MARK: Final = object()  # in place of a tensor or a constant
