@@ -602,6 +602,21 @@ def test_what_depends_on_more_is_told_and_checked(ask: Callable[[Tensor], bool])
             traced.module.graph_module(x + 1000)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: torch.equal(x, x[0]) or x.equal(torch.full_like(x, 1001)),
+        lambda x: torch.allclose(x, x[0] + 1) or x.allclose(other=x[0] * 0 + 1001, rtol=1e-3),
+    ],
+)
+def test_whether_tensors_are_equal_is_checked(ask: Callable[[Tensor], bool]) -> None:
+    x = torch.ones(2, 5)
+    traced = baechi.trace(Branching(ask), (x,))
+    assert torch.equal(traced.module.graph_module(x)[0], x + 2)
+    with pytest.raises(RuntimeError, match="would now read True"):
+        traced.module.graph_module(x + 1000)
+
+
 def test_what_no_tracer_can_write_down_is_refused() -> None:
     with pytest.raises(baechi.TraceError, match="data-dependent"):
         baechi.trace(Branching(drawn_in_place), (torch.zeros(2, 5),))

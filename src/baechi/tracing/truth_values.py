@@ -30,6 +30,21 @@ _FINITE: Final = (
 _COMPARISONS: Final = ("lt", "le", "gt", "ge")
 # What `torch.rand` draws at least, and at most in doubles.
 _EXTREMES: Final = (0.0, 1 - 2**-53)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one == other).all() if one.shape == other.shape else torch.tensor(False)
+
+
+def _close(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.isclose(*args, **kwargs).all()
+
+
+# Their result is a bool of Python; these leave it in a tensor.
+_COMPARED: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), _equal),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _close),
+}
 # The id of a module's attributes, which torch.export's proxies of a shared module are of, too, and
 # the line of Python that it runs.
 Asker = tuple[int, str, int]
@@ -71,6 +86,9 @@ class TruthValues(FunctionMode):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, or the truth value that it asks for."""
+        if func in _COMPARED:
+            args, kwargs = (_COMPARED[func](*args, **kwargs),), {}
+            func = torch.Tensor.__bool__
         if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
             result = func(*args, **kwargs)
             if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
