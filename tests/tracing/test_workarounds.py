@@ -222,6 +222,62 @@ def test_torch_still_turns_gradients_off_in_nested_checkpoints() -> None:
     assert not torch.export.export(model, (X,), strict=False).module()(X).requires_grad
 
 
+class Trying(nn.Module):
+    """Gives each layer a length, and calls those that take none without (as `speechbrain` does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x, length=3)
+            except TypeError:
+                x = layer(x)
+        return x
+
+
+def test_torch_still_stays_in_what_failed() -> None:
+    """If this fails, torch is mended: `workarounds.errors_followed` need not leave submodules."""
+    with pytest.raises(AssertionError, match="Unexpected key"):
+        torch.export.export(Trying(), (X,), strict=False)
+    assert baechi.trace(Trying(), (X,)).rung == "torch.export (non-strict)"
+
+
+class Catching(nn.Module):
+    """Catches whatever looking at a value raises, and does something else then."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.ask = nn.Linear(4, 4), nn.Linear(4, 4), ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        try:
+            factor = 2 if self.ask(x) else 3
+        except Exception:  # as many would
+            factor = 5
+        return self.last(x) * factor
+
+
+def test_who_catches_the_error_of_a_tracer_is_traced_by_another() -> None:
+    model = Catching(lambda x: bool(x.sum() > 1e9))
+    traced = baechi.trace(model, (X,))
+    assert "truth values" in traced.rung
+    assert torch.equal(traced.module.graph_module(X)[0], model(X))
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda x: int(x.sum()), lambda x: float(x.sum()), lambda x: len(x[x > 0])]
+)
+def test_who_catches_the_errors_of_all_tracers_is_refused(
+    ask: Callable[[torch.Tensor], Any],
+) -> None:
+    with pytest.raises(baechi.TraceError, match="forward catches the error of a tracer"):
+        baechi.trace(Catching(ask), (X,))
+
+
 def test_torch_still_unrolls_lstms() -> None:
     """If this fails, torch is mended: `workarounds.lstms_in_one` may go."""
     states, weights = [torch.zeros(1, 2, 4)] * 2, [list(nn.LSTM(4, 4).parameters())]

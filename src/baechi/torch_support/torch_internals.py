@@ -277,6 +277,15 @@ def refusals() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
+def tracer_errors() -> tuple[type[Exception], ...]:
+    """The errors by which a tracer says that it cannot follow what the model's Python asks."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    fake = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+    return GuardOnDataDependentSymNode, *fake, fx.proxy.TraceError
+
+
 def script_casts(function: Any) -> bool:
     """True if TorchScript, in this state of autocast, casts in a function by rules of its own."""
     graph = function.graph.copy()

@@ -80,6 +80,7 @@ from baechi.tracing.workarounds import (
     called_with,
     checks_kept,
     ctc_losses_known,
+    errors_followed,
     lstms_in_one,
 )
 
@@ -314,7 +315,7 @@ def _climb(
             continue  # a run on real tensors would say nothing new
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
-                with reads_noted(model) as reads:
+                with errors_followed(), reads_noted(model) as reads:
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:
                     break

@@ -54,6 +54,11 @@ Recurrent layers under autocast
     each of its places once.
     `test_torch_still_loses_the_weights_of_shared_modules` fails when torch is mended.
 
+Submodules whose call ends with an error (`torch/fx/_symbolic_trace.py`, `call_module`)
+    An export stays in such a one, and fails at the end of what called it, also where forward
+    catches the error (`try: layer(x, mask)`, `except TypeError: layer(x)`).
+    `test_torch_still_stays_in_what_failed` fails when torch is mended.
+
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
     A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
@@ -62,8 +67,9 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -85,6 +91,7 @@ from baechi.torch_support.torch_internals import (
     held_function,
     recorded_below_autograd,
     state_of,
+    tracer_errors,
     track_tensor_tree,
 )
 from baechi.tracing.fx_nodes import layout_maker, silently_written
@@ -372,6 +379,53 @@ def checks_kept() -> Iterator[None]:
         patch.object(torch, "_check_tensor_all_with", check_tensor),
     ):
         yield
+
+
+@contextmanager
+def errors_followed() -> Iterator[None]:
+    """Trace inside a model that may catch errors.
+
+    Raises:
+        RuntimeError: It caught one of a tracer, which its own run does not raise; what it did then
+            is another branch.
+    """
+    call: Any = fx.Tracer.call_module
+    raised: list[BaseException] = []
+
+    def call_module(tracer: fx.Tracer, *args: Any) -> Any:
+        depth = len(tracer.module_stack)
+        try:
+            return call(tracer, *args)
+        finally:
+            while len(tracer.module_stack) > depth:
+                tracer.module_stack.popitem()
+
+    def unknown(_: fx.Proxy) -> Any:
+        raise fx.proxy.TraceError("a number of a symbolically traced variable is not known")
+
+    def noted(kind: type[Exception]) -> Any:
+        own: Any = kind.__init__
+
+        def init(self: Exception, *args: Any, **kwargs: Any) -> None:
+            own(self, *args, **kwargs)
+            raised.append(self)
+
+        return patch.object(kind, "__init__", init)
+
+    with ExitStack() as stack:
+        stack.callback(raised.clear)
+        stack.enter_context(patch.object(fx.Tracer, "call_module", call_module))
+        for kind in (*tracer_errors(), TraceError):
+            stack.enter_context(noted(kind))
+        for name in ("__len__", "__int__", "__float__", "__index__"):  # Python's own error is none
+            stack.enter_context(patch.object(fx.Proxy, name, unknown, create=True))
+        yield
+        # Its traceback begins where it was caught.
+        rows = [error.__traceback__ for error in raised]
+        caught = (row for row in rows if row and package_of(row.tb_frame) not in OURS)
+        for row in caught:
+            file, line = Path(row.tb_frame.f_code.co_filename).name, row.tb_lineno
+            raise RuntimeError(f"forward catches the error of a tracer (at {file}:{line})")
 
 
 def _assert(truth: torch.Tensor) -> None:
