@@ -98,3 +98,21 @@ class Padded(nn.Module):
 def test_an_inference_makes_room_when_it_is_written() -> None:
     ((seen, said),) = peaks(Padded(), torch.randn(64, 64), training=False)
     assert seen == said
+
+
+class Squared(nn.Module):
+    """A product of two views of one tensor, each with a gradient of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return self.outer((x.view(-1, 4, 4) @ x.view(-1, 4, 4)).view(-1, 16))
+
+
+@pytest.mark.parametrize("away", ["", "matmul"])
+def test_gradients_of_two_views_of_a_whole_are_added_up(away: str) -> None:
+    for seen, said in peaks(Squared(), torch.randn(256, 16), away):
+        assert seen <= said <= 1.05 * seen

@@ -139,8 +139,13 @@ class TracedOperators:
 
     @cached_property
     def gathered_bytes(self) -> dict[int, int]:
-        """The largest gradient that is a sum of those of several readers, of each op with any."""
+        """The largest gradient that is a sum of several, of each op with any.
+
+        They come from several readers, or from one that reads several views of the whole.
+        """
         found: dict[int, int] = {}
-        for tensor in filter(self.is_gathered, self.tensors):
-            found[tensor.producer] = max(found.get(tensor.producer, 0), tensor.nbytes)
+        for tensor in self.tensors:
+            views = tensor.differentiable and max(tensor.gradient_bytes, default=0) > tensor.nbytes
+            if views or self.is_gathered(tensor):
+                found[tensor.producer] = max(found.get(tensor.producer, 0), tensor.nbytes)
         return found
