@@ -28,6 +28,7 @@ _NEEDS = {
             "peft": ("peft",),
             "sentence-transformers": ("datasets", "sentence_transformers"),
             "timm": ("timm", "torchvision"),
+            "torch-geometric": ("torch_geometric",),
             "torchao": ("torchao",),
             "trainer": ("accelerate", "transformers"),
             "trl": ("datasets", "peft", "trl"),
