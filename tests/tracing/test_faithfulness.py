@@ -242,6 +242,17 @@ class OfWeightData(Net):
         return super().forward(x) + x @ self.b.weight.data
 
 
+class OfTypes(Net):
+    """Asks for the very types of what it reads, as some ask in place of `isinstance`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kinds = {type(x), type(self.a.weight), type(self.a)}
+        made = type("Made", (), {"factor": 2})
+        asked = isinstance(made, type) and issubclass(type(made), type) and not isinstance(x, type)
+        known = asked and kinds == {torch.Tensor, nn.Parameter, nn.Linear}
+        return super().forward(x) * (made().factor if known else 3)
+
+
 class InADict(Net):
     """Weights and a buffer in a dict, too, where forward looks for them (as `ncps.torch.LTC`)."""
 
@@ -343,6 +354,7 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
     "gradient of a leaf inside": lambda: Middle(asking_for_gradients),
     "gradient of a mask": lambda: Middle(attending),
     "data of a weight": OfWeightData,
+    "types": OfTypes,
     "its tensors in a dict": InADict,
     "its tensors in a dict of a submodule that stays whole": lambda: Middle(InADict(reads=True)),
     "data written": lambda: Middle(written_behind_autograd),

@@ -522,6 +522,7 @@ class Asking(nn.Module):
             *(lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
             marks=pytest.mark.slow,
         ),
+        (lambda x: x * 2 if type(x) is Tensor else x, "asks for the type of"),
         (lambda x: (x, torch.zeros(())), "returns a tensor that it makes"),
     ],
 )

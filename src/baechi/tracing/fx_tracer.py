@@ -10,7 +10,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import distinct_storages
-from baechi.torch_support.torch_internals import TorchDispatchMode
+from baechi.torch_support.torch_internals import FakeTensor, TorchDispatchMode
 from baechi.tracing.alias_analysis import Facts, propagate
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import checkpoints_watched, watched
@@ -149,16 +149,47 @@ def _symbolic_module(
 
 @contextmanager
 def _types_unasked(model: nn.Module) -> Iterator[None]:
-    """Refuse `isinstance` in the model's code on what fx sees as a proxy."""
+    """Refuse `isinstance` and `type` in the model's code on what fx sees as a proxy."""
 
     def ask(value: Any, kinds: Any) -> bool:
-        if isinstance(value, fx.Proxy):
-            raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
+        _refuse_proxy(value)
         return isinstance(value, kinds)
 
     is_tensor = patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor))
-    with seen_by(model, "isinstance", ask), is_tensor:
+    with seen_by(model, "isinstance", ask), seen_by(model, "type", _Type), is_tensor:
         yield
+
+
+def _refuse_proxy(value: Any) -> None:
+    if isinstance(value, fx.Proxy):
+        raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
+
+
+def types_told(model: nn.Module) -> AbstractContextManager[None]:
+    """Let `type(tensor) is torch.Tensor` hold in the model's code, which gets fake tensors."""
+    return seen_by(model, "type", _Type)
+
+
+class _Asked(type):
+    """What asking for a type does."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if len(args) == 1 else None
+        _refuse_proxy(value)
+        if isinstance(value, FakeTensor):
+            return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
+
+
+@final
+class _Type(type, metaclass=_Asked):
+    """`type` in the model's code."""
 
 
 @contextmanager

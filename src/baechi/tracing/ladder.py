@@ -54,7 +54,7 @@ from baechi.tracing.fx_nodes import (
     without_layouts,
     without_whole_slices,
 )
-from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace
+from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.observers import (
@@ -119,6 +119,7 @@ def _non_strict(
             given = [(tensor, own[name]) for name, tensor in model.named_buffers() if name in own]
             examples = call.tensors if call.may_ask else ()
             stack.enter_context(branches.taken(tensors, examples, given))
+            stack.enter_context(types_told(model))
             if places:
                 stack.enter_context(_lengths_symbolic(model))
             now = named_state(model).items()
