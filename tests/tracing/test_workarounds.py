@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import baechi
-from baechi.torch_support.torch_internals import APPLY_IS_NATIVE
+from baechi.torch_support.tracer_internals import APPLY_IS_NATIVE
 from baechi.tracing.truth_values import CHECK
 from baechi.tracing.workarounds import compact, lstms_in_one
 

@@ -28,7 +28,7 @@ from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import fp32_precisions
-from baechi.torch_support.torch_internals import FakeTensorMode, OpOverload, Watch
+from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
 from baechi.tracing.lowering import TracedModule

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from baechi.records.device_kinds import Kernel
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import OpOverload
+from baechi.torch_support.tracer_internals import OpOverload
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = Mapping[str, Any]

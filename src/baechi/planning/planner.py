@@ -30,7 +30,8 @@ from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.verification import Unsplit, verify
 from baechi.runtime.weights import Weights, devices_of_state, places_of
 from baechi.torch_support.graph_capture import no_collections
-from baechi.torch_support.torch_internals import shown_on_cpu, unhooked, without_kept_weights
+from baechi.torch_support.torch_internals import unhooked, without_kept_weights
+from baechi.torch_support.tracer_internals import shown_on_cpu
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, own_objects

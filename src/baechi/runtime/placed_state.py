@@ -49,13 +49,12 @@ from baechi.runtime.weights import move
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_internals import (
     CALL,
-    FakeTensor,
     backward_id,
-    foreign_tracer,
     keeps_weights,
     plain_call,
     unhooked,
 )
+from baechi.torch_support.tracer_internals import FakeTensor, foreign_tracer
 from baechi.tracing.batch_dimension import OwnLossError
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside, look
 from baechi.tracing.pytrees import tensors_in

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
-from baechi.torch_support.torch_internals import Watch
+from baechi.torch_support.tracer_internals import Watch
 
 
 @final

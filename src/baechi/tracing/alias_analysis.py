@@ -30,7 +30,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC, Symbols
-from baechi.torch_support.torch_internals import (
+from baechi.torch_support.torch_internals import version_of
+from baechi.torch_support.tracer_internals import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
@@ -39,7 +40,6 @@ from baechi.torch_support.torch_internals import (
     enable_python_dispatcher,
     is_composite,
     suggest_memory_format,
-    version_of,
 )
 from baechi.tracing.fx_nodes import (
     chosen_by_values,

@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
-from baechi.torch_support.torch_internals import OpOverload
+from baechi.torch_support.tracer_internals import OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.torch_support.torch_internals import has_own_operators, hooks_of
+from baechi.torch_support.torch_internals import hooks_of
+from baechi.torch_support.tracer_internals import has_own_operators
 from baechi.tracing.guards import Autocast
 from baechi.tracing.pytrees import (
     MARK,

@@ -24,15 +24,13 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.symbolic_sizes import hint, is_backed
-from baechi.torch_support.torch_internals import (
+from baechi.torch_support.torch_internals import refusals, script_casts, version_of
+from baechi.torch_support.tracer_internals import (
     FakeTensor,
     FunctionMode,
     OpOverload,
     OpOverloadPacket,
-    refusals,
-    script_casts,
     untraced,
-    version_of,
 )
 from baechi.tracing.guards import package_of
 from baechi.tracing.questions import Questions

@@ -23,15 +23,14 @@ from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import TraceError
-from baechi.torch_support.torch_internals import (
+from baechi.torch_support.torch_internals import attention_kernels, hooks_of
+from baechi.torch_support.tracer_internals import (
     APPLY_IS_NATIVE,
     TRACER_CHECK,
     VMAP,
     FakeTensor,
     FunctionBase,
-    attention_kernels,
     held_nodes_kept,
-    hooks_of,
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import OURS, GradientMode, package_of

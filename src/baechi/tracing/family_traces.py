@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from baechi.torch_support.symbolic_sizes import is_unbacked
-from baechi.torch_support.torch_internals import HigherOrderOperator, OpOverload
+from baechi.torch_support.tracer_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call

@@ -29,7 +29,7 @@ from torch import fx
 
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import is_unbacked
-from baechi.torch_support.torch_internals import OpOverload
+from baechi.torch_support.tracer_internals import OpOverload
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
 _IN_TORCH: Final = f'File "{Path(torch.__file__).parent}'

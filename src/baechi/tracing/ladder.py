@@ -30,7 +30,7 @@ from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.storages import extent
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
-from baechi.torch_support.torch_internals import frugal_export, shown_on_cpu
+from baechi.torch_support.tracer_internals import frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import (

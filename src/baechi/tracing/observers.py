@@ -26,12 +26,8 @@ from torch import fx, nn
 
 from baechi.errors import ExecutionError
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
-from baechi.torch_support.torch_internals import (
-    FakeTensor,
-    hooks_of,
-    state_of,
-    version_of,
-)
+from baechi.torch_support.torch_internals import hooks_of, state_of, version_of
+from baechi.torch_support.tracer_internals import FakeTensor
 from baechi.tracing.fx_nodes import nodes_inside
 from baechi.tracing.pytrees import Parts, Structure
 

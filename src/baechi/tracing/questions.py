@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from baechi.torch_support.torch_internals import untraced
+from baechi.torch_support.tracer_internals import untraced
 
 
 @final

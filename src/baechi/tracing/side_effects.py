@@ -24,15 +24,17 @@ from torch.utils import _pytree as pytree
 from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import (
+    buffers_of,
+    state_of,
+    version_of,
+    without_gradient_hooks,
+)
+from baechi.torch_support.tracer_internals import (
     FakeTensor,
     FakeTensorMode,
     FunctionMode,
-    buffers_of,
-    state_of,
     tracers_ended,
     untraced,
-    version_of,
-    without_gradient_hooks,
 )
 from baechi.tracing.guards import OF_TORCH
 from baechi.tracing.pytrees import is_container

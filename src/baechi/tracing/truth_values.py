@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from baechi.torch_support.torch_internals import FunctionMode
+from baechi.torch_support.tracer_internals import FunctionMode
 from baechi.tracing.guards import OURS, package_of
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check

@@ -23,12 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from baechi.errors import ExecutionError
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_internals import (
-    backward_id,
-    buffers_of,
-    set_version,
-    version_of,
-)
+from baechi.torch_support.torch_internals import backward_id, buffers_of, set_version, version_of
 from baechi.tracing.guards import Autocast
 from baechi.tracing.lowering import TracedModule
 
