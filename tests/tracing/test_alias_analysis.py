@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import baechi
 from baechi.torch_support.symbolic_sizes import Symbols
 from baechi.tracing import alias_analysis
-from baechi.tracing.alias_analysis import Facts, propagate
+from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.facts import Facts
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
 

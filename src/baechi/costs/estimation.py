@@ -28,9 +28,9 @@ from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import fp32_precisions
-from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch
+from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch, quiet
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Value, quiet
+from baechi.tracing.facts import Value
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.tracing.alias_analysis import Value
+from baechi.tracing.facts import Value
 from baechi.tracing.fx_nodes import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute

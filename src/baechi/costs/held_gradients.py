@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, final
 from torch import fx
 
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Value
+from baechi.tracing.facts import Value
 from baechi.tracing.fx_nodes import operator_name
 
 _JOINS: Final = frozenset({"cat", "concat", "stack"})

@@ -38,9 +38,10 @@ from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.torch_support.torch_devices import torch_device
 from baechi.torch_support.torch_internals import spin
+from baechi.torch_support.tracer_internals import quiet
 from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import propagate, quiet
+from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import canonical_call, flat_model
 from baechi.tracing.guards import Attributes
 from baechi.tracing.lowering import lower

@@ -29,7 +29,7 @@ from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
 from baechi.traced.traced_model import Traced, op_times
-from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.facts import Facts
 from baechi.tracing.families import Family
 from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.lowering import TracedModule

@@ -4,9 +4,12 @@ Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_tracer_internal
 that a new version breaks.
 """
 
+import io
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -272,3 +275,25 @@ def _end_levels(depth: int) -> None:
     while levels.get_dynamic_layer_stack_depth() > depth:
         kind = levels.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
         getattr(levels, f"_{kind}_decrement_nesting")()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and logs of torch's tracers, which are about torch and not the model."""
+    # torch gives many of its loggers a handler of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    # And torch.export prints the graph that it could not finish to stderr (2.13, _trace.py).
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for handler in handlers:
+            handler.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:  # noqa: ARG001
+    return False

@@ -11,16 +11,13 @@ own. So of equal layers the first is run; unless a write may change what was not
 Complexity: 100 us for every different node and 20 us for every other.
 """
 
-import io
-import logging
 import math
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Final, final
 
 import torch
@@ -41,6 +38,7 @@ from baechi.torch_support.tracer_internals import (
     is_composite,
     suggest_memory_format,
 )
+from baechi.tracing.facts import Facts, NodeFacts, Storage, Value
 from baechi.tracing.fx_nodes import (
     chosen_by_values,
     may_be_views,
@@ -51,7 +49,7 @@ from baechi.tracing.fx_nodes import (
     silently_written,
 )
 from baechi.tracing.observers import Observer, without_observers
-from baechi.tracing.pytrees import Parts, Structure, tensors_in
+from baechi.tracing.pytrees import Parts, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.truth_values import CHECK
 from baechi.tracing.workarounds import (
@@ -60,87 +58,6 @@ from baechi.tracing.workarounds import (
     most_selected,
     resized_by_symbols,
 )
-
-
-@final
-@dataclass(frozen=True)
-class Value:
-    """A tensor that a node yields; `storage` is an index into `Facts.storages`."""
-
-    storage: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@final
-@dataclass
-class NodeFacts:
-    """The effects of one node on memory and autograd.
-
-    `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
-    for some values, as a model's assertion does; `looks` that an observer runs. `several` are the
-    input nodes (indices) to which it sends more than one gradient.
-    """
-
-    values: tuple[Value, ...] = ()
-    structure: Structure | None = None
-    writes: frozenset[int] = frozenset()
-    saved: tuple[int, ...] = ()
-    random: bool = False
-    checks: bool = False
-    looks: bool = False
-    several: tuple[int, ...] = ()
-
-    @property
-    def acts(self) -> bool:
-        """True if it has an effect besides its values."""
-        return bool(self.writes or self.random or self.checks or self.looks)
-
-
-NOTHING: Final = NodeFacts()
-
-
-@final
-@dataclass
-class Storage:
-    """A storage: its bytes and the node, or the named attribute, that it comes from."""
-
-    nbytes: int
-    node: fx.Node | None = None
-    attribute: str | None = None
-
-
-@final
-@dataclass
-class Facts:
-    """The effects of every node of a graph, and the storages between them.
-
-    `real`: shapes alone did not determine it, so the example ran. `expected`: for symbols of sizes
-    that values of tensors decide, terms of others.
-    """
-
-    nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
-    storages: list[Storage] = field(default_factory=list)
-    real: bool = False
-    expected: Mapping[Any, Any] = field(default_factory=dict)
-
-    @cached_property
-    def written(self) -> frozenset[int]:
-        """The storages that a node writes."""
-        return frozenset(storage for fact in self.nodes.values() for storage in fact.writes)
-
-    def is_state(self, node: fx.Node) -> bool:
-        """True if a node's value lies in a parameter or buffer: is one, or a view of one."""
-        values = self.nodes[node].values
-        return any(self.storages[value.storage].attribute is not None for value in values)
-
 
 # A recurrent or attention kernel draws only where its dropout is positive and it is in training.
 _PROBABILITIES = ("p", "dropout", "dropout_p")
@@ -597,25 +514,3 @@ def _draws(operator: Any, arguments: Mapping[str, Any]) -> bool:
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by their names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the warnings and logs of torch's tracers, which are about torch and not the model."""
-    # torch gives many of its loggers a handler of their own.
-    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
-    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
-    # And torch.export prints the graph that it could not finish to stderr (2.13, _trace.py).
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for handler in handlers:
-            handler.addFilter(_nothing)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                handler.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:  # noqa: ARG001
-    return False

@@ -27,8 +27,8 @@ from torch import fx, nn
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.tracer_internals import OpOverload
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.facts import Facts
 from baechi.tracing.fx_nodes import (
     node_arguments,
     nodes_inside,

@@ -19,8 +19,8 @@ from baechi.torch_support.symbolic_sizes import (
     solved,
     symbols_in,
 )
-from baechi.tracing.alias_analysis import Facts
 from baechi.tracing.calling_convention import Call, layout_of, shown
+from baechi.tracing.facts import Facts
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 

@@ -11,8 +11,8 @@ from torch import fx
 from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.facts import Facts, Value
 from baechi.tracing.fx_nodes import END, node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
 from baechi.tracing.partition import Partition, attribute, living

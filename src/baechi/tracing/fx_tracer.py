@@ -21,8 +21,9 @@ from torch import fx, nn
 from baechi.errors import TraceError
 from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.tracer_internals import FakeTensor, TorchDispatchMode
-from baechi.tracing.alias_analysis import Facts, propagate
+from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, flat_model
+from baechi.tracing.facts import Facts
 from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode

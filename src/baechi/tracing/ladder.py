@@ -30,19 +30,13 @@ from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.storages import extent
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
-from baechi.torch_support.tracer_internals import frugal_export, shown_on_cpu
+from baechi.torch_support.tracer_internals import frugal_export, quiet, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import (
-    Facts,
-    copy_of,
-    named_state,
-    propagate,
-    propagate_symbolic,
-    quiet,
-)
+from baechi.tracing.alias_analysis import copy_of, named_state, propagate, propagate_symbolic
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches
+from baechi.tracing.facts import Facts
 from baechi.tracing.faithfulness import reads_noted, refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (

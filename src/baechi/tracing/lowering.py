@@ -17,8 +17,8 @@ from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
-from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.facts import Facts, Value
 from baechi.tracing.families import Family
 from baechi.tracing.fx_nodes import (
     is_one_node,
