@@ -269,8 +269,8 @@ def test_torch_still_copies_lists() -> None:
     ],
 )
 def test_draws_are_named_and_undone(draw: Callable[[], object], named: list[str]) -> None:
-    with draws_kept() as drew:
+    with draws_kept(nn.Module()) as drew:
         first = draw()
     assert drew == named
-    with draws_kept():
+    with draws_kept(nn.Module()):
         assert draw() == first

@@ -407,11 +407,36 @@ def seeding(_: Any, x: Tensor) -> Tensor:
     return x * torch.rand_like(x)
 
 
-def test_who_seeds_in_forward_stays_whole_or_is_refused() -> None:
-    with pytest.raises(baechi.TraceError, match=r"what torch\.manual_seed asks for"):
-        baechi.trace(Middle(seeding), (X,))
-    placed = again_at_random(baechi.trace(within(seeding), (X,)), seed=0, devices=2)
-    assert_equal_steps(within(seeding), placed, [(X,), (X + 1,)])
+def making_a_generator(_: Any, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return x * torch.rand(4, generator=generator) + torch.rand(4, generator=generator)
+
+
+def seeding_its_generator(model: Any, x: Tensor) -> Tensor:
+    model.generator.manual_seed(7)
+    return x * torch.rand(4, generator=model.generator)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (seeding, r"what torch\.manual_seed asks for"),
+        (making_a_generator, "from a torch.Generator of its own"),
+        (seeding_its_generator, "from a torch.Generator of its own"),
+    ],
+)
+def test_who_seeds_in_forward_stays_whole_or_is_refused(
+    function: Callable[[Any, Tensor], Tensor], said: str
+) -> None:
+    model = Middle(function)
+    model.generator = torch.Generator().manual_seed(1)
+    state = model.generator.get_state()
+    with pytest.raises(baechi.TraceError, match=said):
+        baechi.trace(model, (X,))
+    assert torch.equal(model.generator.get_state(), state)
+    if function is not seeding_its_generator:
+        placed = again_at_random(baechi.trace(within(function), (X,)), seed=0, devices=2)
+        assert_equal_steps(within(function), placed, [(X,), (X + 1,)])
 
 
 class Noise(torch.autograd.Function):

@@ -122,7 +122,7 @@ def _non_strict(
             if not branches.nested:
                 stack.enter_context(outside)
             before, parts = Attributes(model), {*model.modules()}
-            with draws_kept() as drew:
+            with draws_kept(model) as drew:
                 yield
             sets[:] = before.named_since() + drew
             modes[:] = before.modes_since()

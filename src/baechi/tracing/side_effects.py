@@ -83,7 +83,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     known = _state_of(model)
     loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        with draws_kept(), tracers_ended(), fakes_removed(model):
+        with draws_kept(model), tracers_ended(), fakes_removed(model):
             yield
     finally:
         _undo_writes(loose)
@@ -109,7 +109,7 @@ def notes_kept(model: nn.Module) -> Iterator[None]:
     before = [(holder, dict(_entries(holder))) for holder in _holders(model)]
     loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        with draws_kept():
+        with draws_kept(model):
             yield
     finally:
         _undo_writes(loose)
@@ -159,24 +159,32 @@ def _put_back(rows: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
 
 
 @contextmanager
-def draws_kept() -> Iterator[list[str]]:
-    """Run Python inside; its generators of random numbers, and NumPy's, are as before.
+def draws_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Run Python inside; its generators of random numbers, NumPy's and the model's are as before.
 
     Gets the names of those that drew, in the end.
     """
     drew: list[str] = []
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     before, others = random.getstate(), numpy and numpy.get_state(legacy=False)
-    known = _leaves(others)
+    known, own = _leaves(others), _generators(model)
     try:
         yield drew
     finally:
+        for generator, state in own:
+            generator.set_state(state)
         if random.getstate() != before:
             drew.append("the state of `random`")
             random.setstate(before)
         if numpy and _leaves(numpy.get_state(legacy=False)) != known:
             drew.append("the state of `numpy.random`")
             numpy.set_state(others)
+
+
+def _generators(model: nn.Module) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """The generators in attributes of the model's modules, each with its state."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
 
 
 def _leaves(state: Any) -> list[Any]:
@@ -274,6 +282,11 @@ class OutsideTensors(FunctionMode):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, with what it reads and writes noted."""
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise RuntimeError(
+                "forward draws from a torch.Generator of its own, which is in no plan; put it in a "
+                "submodule, which then stays whole, or draw without `generator`"
+            )
         real = list(filter(_is_real, pytree.tree_leaves((args, kwargs))))
         if not real:
             return func(*args, **kwargs)
