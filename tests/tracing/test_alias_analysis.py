@@ -17,9 +17,9 @@ from baechi.torch_support.symbolic_sizes import Symbols
 from baechi.tracing import alias_analysis
 from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, canonical_call
-from baechi.tracing.facts import Facts
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Facts
 
 DEEP = ("gpt2", "bert", "llama", "t5", "clip", "vit", "nn_transformer")  # of two layers
 KEEPING_FORMS = (

@@ -30,8 +30,8 @@ from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch, quiet
 from baechi.traced.traced_model import Traced
-from baechi.tracing.facts import Value
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Value
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import opaque_leaves

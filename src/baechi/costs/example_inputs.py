@@ -13,9 +13,9 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.tracing.facts import Value
 from baechi.tracing.fx_nodes import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Value
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import Extract, extract

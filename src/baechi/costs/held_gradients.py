@@ -23,8 +23,8 @@ from typing import Final, NamedTuple, final
 from torch import fx
 
 from baechi.traced.traced_model import Traced
-from baechi.tracing.facts import Value
 from baechi.tracing.fx_nodes import operator_name
+from baechi.tracing.node_facts import Value
 
 _JOINS: Final = frozenset({"cat", "concat", "stack"})
 # They give the gradient that they get to what they read.

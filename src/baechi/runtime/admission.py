@@ -29,10 +29,10 @@ from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
 from baechi.traced.traced_model import Traced, op_times
-from baechi.tracing.facts import Facts
 from baechi.tracing.families import Family
 from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Facts
 from baechi.units import format_bytes
 from baechi.validation import FrozenDict
 

@@ -38,7 +38,6 @@ from baechi.torch_support.tracer_internals import (
     is_composite,
     suggest_memory_format,
 )
-from baechi.tracing.facts import Facts, NodeFacts, Storage, Value
 from baechi.tracing.fx_nodes import (
     chosen_by_values,
     may_be_views,
@@ -48,6 +47,7 @@ from baechi.tracing.fx_nodes import (
     schema_arguments,
     silently_written,
 )
+from baechi.tracing.node_facts import Facts, NodeFacts, Storage, Value
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, tensors_in
 from baechi.tracing.side_effects import fakes_removed

@@ -28,7 +28,6 @@ from baechi.errors import InputError, TraceError
 from baechi.torch_support.tracer_internals import OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.facts import Facts
 from baechi.tracing.fx_nodes import (
     node_arguments,
     nodes_inside,
@@ -38,6 +37,7 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Facts
 
 Shape = tuple[int, ...]
 _MIXED: Final = -1  # the "dimension" of a value whose shape grows in another way

@@ -20,7 +20,7 @@ from baechi.torch_support.symbolic_sizes import (
     symbols_in,
 )
 from baechi.tracing.calling_convention import Call, layout_of, shown
-from baechi.tracing.facts import Facts
+from baechi.tracing.node_facts import Facts
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 

@@ -12,9 +12,9 @@ from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.facts import Facts, Value
 from baechi.tracing.fx_nodes import END, node_arguments, nodes_inside, target_name
 from baechi.tracing.lowering import Lowering, TracedModule, lower
+from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, attribute, living
 from baechi.tracing.pytrees import tensors_in
 

@@ -23,10 +23,10 @@ from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.tracer_internals import FakeTensor, TorchDispatchMode
 from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, flat_model
-from baechi.tracing.facts import Facts
 from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
+from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters

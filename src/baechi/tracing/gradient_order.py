@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import fx
 
 from baechi.traced.operators import TracedTensor
-from baechi.tracing.facts import Facts
+from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import Partition
 
 Routes: TypeAlias = Mapping[fx.Node, Mapping[fx.Node, fx.Node]]  # of values: reader -> operator

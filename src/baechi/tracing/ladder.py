@@ -36,7 +36,6 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import copy_of, named_state, propagate, propagate_symbolic
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches
-from baechi.tracing.facts import Facts
 from baechi.tracing.faithfulness import reads_noted, refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
@@ -51,6 +50,7 @@ from baechi.tracing.fx_nodes import (
 from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
+from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import (
     RETURN_IT,
     has_observers,

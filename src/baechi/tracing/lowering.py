@@ -18,7 +18,6 @@ from torch import fx, nn
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.facts import Facts, Value
 from baechi.tracing.families import Family
 from baechi.tracing.fx_nodes import (
     is_one_node,
@@ -29,6 +28,7 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.gradient_order import Routes, find_routes, routed
 from baechi.tracing.guards import Attributes
+from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions

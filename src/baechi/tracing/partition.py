@@ -22,7 +22,7 @@ from typing import Any, final
 import networkx
 from torch import fx, nn
 
-from baechi.tracing.facts import NOTHING, Facts, Value
+from baechi.tracing.node_facts import NOTHING, Facts, Value
 
 
 @final

@@ -21,9 +21,9 @@ from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.step import Recomputation, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
-from baechi.tracing.facts import Value
 from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import Value
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
 

@@ -21,9 +21,9 @@ from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.tape import Entry
-from baechi.tracing.facts import NodeFacts, Value
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.node_facts import NodeFacts, Value
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves
 
