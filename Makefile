@@ -81,7 +81,7 @@ test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other li
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
 	  tests/ecosystem docs/recipes
 
-mutants: $(VENV)/.dev ## Break the code in nearly a hundred places, one after another: the tests must notice each
+mutants: $(VENV)/.dev ## Break the code in a hundred places, one after another: the tests must notice each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 EMULATED := PYTHONPATH=$(VENV)/cuda-torch EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py
