@@ -113,3 +113,13 @@ def test_only_draws_that_do_not_depend_on_each_other_are_put_in_order() -> None:
     plain = traced.graph(placed.made_up_profile(traced))
     assert graph.tensors[: len(plain.tensors)] == plain.tensors
     assert graph.ops == plain.ops
+
+
+def test_a_report_tells_what_keeps_an_order_from_what_moves_bytes() -> None:
+    module = place(Branches(), placer="round-robin", example_args=example())
+    kept = [t for t in module.schedule.transfers if module.graph.tensors[t.tensor].order]
+    text = " ".join(str(module.report()).split())
+    moved = len(module.schedule.transfers) - len(kept)
+    assert kept
+    assert f"in {moved} transfers; {len(kept)} without bytes keep random numbers in" in text
+    module.unplace()

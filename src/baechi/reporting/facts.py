@@ -226,9 +226,12 @@ def summary(plan: Plan) -> tuple[str, ...]:
     if fullest.peak_bytes > fullest.memory_bytes:
         missing = format_bytes(fullest.peak_bytes - fullest.memory_bytes)
         memory += f", which is {missing} too much: this placement does not fit"
-    transfers = len(schedule.transfers)
+    orders = sum(plan.graph.tensors[transfer.tensor].order for transfer in schedule.transfers)
+    transfers = len(schedule.transfers) - orders
     moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
     moves += "s" if transfers != 1 else ""
+    if orders:
+        moves += f"; {orders} without bytes keep random numbers in the model's order"
     rows = (*_taking_turns(plan), *_streaming(plan), *_launching(plan))
     return (f"{time}.", f"{memory}.", f"{moves}.", *rows)
 
