@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -128,6 +129,38 @@ def test_other_calls_are_planned_once_and_run_the_model() -> None:
     assert placed.calls == 10
     with pytest.raises(baechi.InfeasibleError):
         place(nn.Linear(4, 4), {"cpu:0": "64KiB"})(torch.zeros(1 << 16, 4))
+
+
+class Kept:
+    """Tensors of earlier calls, and who has them."""
+
+    def __init__(self, length: int, step: int = 1) -> None:
+        self.step, self.dtype = step, torch.float32
+        self.layers: list[Any] = [{"keys": torch.ones(length, 4)}]
+        self.owner, self.kind = weakref.ref(self), Kept
+
+
+class Reading(nn.Module):
+    def forward(self, x: torch.Tensor, kept: Kept | nn.Module) -> torch.Tensor:
+        keys = kept.layers[0]["keys"] if isinstance(kept, Kept) else kept(x)
+        return x @ keys.T
+
+
+def test_calls_with_objects_like_one_before_are_known_at_a_glance() -> None:
+    placed = place(Reading())
+    state = placed_state(placed)
+    seen = set()
+    for kept in (Kept(3), Kept(5), Kept(3, step=2)):
+        for each in (kept, copy.copy(kept)):
+            assert torch.equal(placed(X, each), Reading()(X, each))
+            seen.add(state._glance((X, each), {}))
+        assert state._glance((X, kept), {}) in state._glances
+    assert len(seen) == 3
+    linear = nn.Linear(4, 4)  # it may be anything
+    assert torch.equal(placed(X, linear), Reading()(X, linear))
+    assert state._glance((X, linear), {}) is None
+    kept.layers.append(kept.layers)  # a list that has itself has no end
+    assert state._glance((X, kept), {}) is None
 
 
 def test_a_shape_that_does_not_fit_is_refused() -> None:

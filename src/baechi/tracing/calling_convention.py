@@ -7,6 +7,8 @@ out, so that every rung of the tracing ladder traces the same flat function.
 
 import functools
 import inspect
+import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -28,6 +30,7 @@ from baechi.tracing.pytrees import (
     Parts,
     Structure,
     is_plain,
+    is_record,
     mark_paths,
 )
 
@@ -40,6 +43,10 @@ _TAKEN_APART = (
 INSIDE: Final[ContextVar[bool]] = ContextVar("inside", default=False)
 # Arguments whose structure is made once; of floats 0.0 equals -0.0, and is another.
 _SIMPLE: Final = frozenset((torch.Tensor, type(None), bool, int, str))
+# Values that equal others which are alike, and references to what is looked at elsewhere.
+_EQUAL_OR_NOT: Final = frozenset(
+    (type, ABCMeta, torch.dtype, torch.device, torch.Size, weakref.ref)
+)
 _FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -161,22 +168,30 @@ def beside(model: nn.Module, call: Call) -> Call:
     return replace(call, tensors=tuple(rows))
 
 
-def look(value: Any) -> Any:
+def look(value: Any, depth: int = 12) -> Any:
     """Equal for values that are alike to a model.
 
+    Of objects, such as a cache of keys or a batch of graphs, it is what they hold.
+
     Raises:
-        TypeError: An object of another class, which may be anything.
+        TypeError: An object that may be anything, or one inside of too many others.
     """
     kind = type(value)
     if kind is torch.Tensor:
         return value.shape, value.dtype, value.device
     if value is None or kind in (bool, int, float, str):
         return kind, value
+    if kind in _EQUAL_OR_NOT:
+        return kind if kind is weakref.ref else value
+    if depth == 0:
+        raise TypeError
     if kind in (list, tuple):
-        return kind, *map(look, value)
-    if kind is dict:
-        return kind, *value, *map(look, value.values())
-    raise TypeError
+        return kind, *[look(each, depth - 1) for each in value]
+    if kind is not dict:
+        if not is_record(value):
+            raise TypeError
+        value = vars(value)
+    return kind, *value, *[look(each, depth - 1) for each in value.values()]
 
 
 def changes(before: Call, now: Call) -> list[str]:

@@ -47,6 +47,11 @@ def _can_hold(value: Any) -> bool:
     return True
 
 
+def is_record(value: Any) -> bool:
+    """True of an object that is what its attributes are."""
+    return _can_hold(value) and not isinstance(value, torch.nn.Module)
+
+
 def _contents(value: Any) -> tuple[Labels, tuple[Any, ...]]:
     """The current contents of an object: labels, and the values themselves."""
     if isinstance(value, _SEQUENCES):
