@@ -523,6 +523,23 @@ def test_what_is_no_loss_is_named() -> None:
             placed.step(X, targets=T, loss=loss)
 
 
+class Reading(nn.Module):
+    """It stays whole, since it reads a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+def test_a_loss_beside_what_stays_whole_is_named_too() -> None:
+    placed = lazily(nn.Sequential(Reading(), nn.Linear(4, 2)), microbatches=2)
+    x, t = torch.randn(4, 4), torch.randn(4, 2)
+    with pytest.raises(InputError, match="the loss of a step is no tensor"):
+        placed.step(x, targets=t, loss=lambda y, t: (y - t).sum().item())
+    placed.step(x, targets=t, loss=nn.functional.mse_loss)
+    assert "How Sequential with its loss was traced" in str(placed.report())
+    placed.unplace()
+
+
 def test_a_step_that_would_leave_no_gradient_is_refused() -> None:
     def detached(y: Tensor, t: Tensor) -> Tensor:
         return criterion(y, t).detach()

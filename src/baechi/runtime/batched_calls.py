@@ -192,6 +192,8 @@ class ModelWithLoss(nn.Module):
                 "the model's result and the targets."
             )
         super().__init__()
+        # Messages and reports name a module by its class.
+        self.__class__ = type(f"{type(model).__name__} with its loss", (type(self),), {})
         self.model = model
         self.loss = loss
         self.values_of_loss = read_by(loss)[1]  # which a trace leaves as they were

@@ -340,7 +340,13 @@ class _Rows:
 
     def _returned(self, number: int, leaf: fx.Node, *, loss: bool) -> int | None:
         """The batch dimension of an output."""
-        shape = _shapes(leaf, self._one.facts)[0]
+        shapes = _shapes(leaf, self._one.facts)
+        if not shapes:
+            raise InputError(
+                f"{'the loss of a step' if loss else f'output {number} of the model'} is no tensor "
+                f"({op_and_line(leaf)}); return one, without `.item()`."
+            )
+        shape = shapes[0]
         (dim, *_) = self._dims[leaf]
         if loss:
             if shape:
