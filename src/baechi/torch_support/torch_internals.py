@@ -12,7 +12,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils import parametrize
@@ -262,15 +262,6 @@ def refusals() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
-
-
-def tracer_errors() -> tuple[type[Exception], ...]:
-    """The errors by which a tracer says that it cannot follow what the model's Python asks."""
-    from torch._subclasses import fake_tensor
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    fake = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-    return GuardOnDataDependentSymNode, *fake, fx.proxy.TraceError
 
 
 def script_casts(function: Any) -> bool:

@@ -249,6 +249,15 @@ def foreign_tracer() -> str:
     return next((type(mode).__name__ for mode in modes if type(mode) is not DeviceContext), "")
 
 
+def tracer_errors() -> tuple[type[Exception], ...]:
+    """The errors by which a tracer says that it cannot follow what the model's Python asks."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    fake = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+    return GuardOnDataDependentSymNode, *fake, fx.proxy.TraceError
+
+
 @contextmanager
 def tracers_ended() -> Iterator[None]:
     """Trace inside; what a tracer that failed began is over afterwards.

@@ -151,8 +151,8 @@ def _program(
         arguments = fx.node.map_arg(given, show)
         values = tuple(
             (
-                *(storages.setdefault(value.storage, len(storages)), value.dtype),
-                *((shape, stride if exact and value.requires_grad else None)),
+                *(storages.setdefault(value.storage, len(storages)), value.dtype, shape),
+                stride if exact and value.requires_grad else None,
             )
             for value, (shape, stride) in zip(fact.values, _known(node, fact.values), strict=True)
         )

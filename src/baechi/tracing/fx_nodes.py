@@ -221,6 +221,16 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def chosen_by_values(node: fx.Node) -> bool:
+    """True if values of tensors decide sizes of what a node yields, as those of a mask do."""
+    target: Any = node.target
+    if torch.Tag.dynamic_output_shape not in getattr(target, "tags", ()):
+        return False
+    value = node.meta.get("val")
+    rows = value if isinstance(value, (list, tuple)) else [value]
+    return any(map(is_unbacked, (n for row in rows for n in getattr(row, "shape", ()))))
+
+
 def may_be_views(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that give a view or a copy, as a kernel's layout has it, of what is written later.
 
@@ -237,16 +247,6 @@ def may_be_views(graph: fx.Graph) -> set[fx.Node]:
 
 # Parts of the names of operators whose kernels lay out results each in its own way.
 _CHOOSING: Final = ("conv", "norm", "attention", "pool", "upsample", "lstm", "gru", "rnn", "linalg")
-
-
-def chosen_by_values(node: fx.Node) -> bool:
-    """True if values of tensors decide sizes of what a node yields, as those of a mask do."""
-    target: Any = node.target
-    if torch.Tag.dynamic_output_shape not in getattr(target, "tags", ()):
-        return False
-    value = node.meta.get("val")
-    rows = value if isinstance(value, (list, tuple)) else [value]
-    return any(map(is_unbacked, (n for row in rows for n in getattr(row, "shape", ()))))
 
 
 def layout_maker(node: fx.Node) -> fx.Node | None:

@@ -6,6 +6,8 @@
                                  submodule that cannot be traced
     torch.export, numbers        those that forward reads from integers among arguments, buffers;
                                  tried before a submodule stays whole with most of the parameters
+    the same, and what they      where forward goes on to read numbers of what a mask of arguments
+    choose                       chose
     torch.export, truth values   those of the example's tensors, each with a check; in the place of
                                  a part that stays whole if all say that numbers are finite
 

@@ -81,7 +81,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import is_equality, is_unbacked
-from baechi.torch_support.torch_internals import state_of, tracer_errors
+from baechi.torch_support.torch_internals import state_of
 from baechi.torch_support.tracer_internals import (
     FakeTensor,
     FunctionBase,
@@ -91,6 +91,7 @@ from baechi.torch_support.tracer_internals import (
     fake_kernels,
     held_function,
     recorded_below_autograd,
+    tracer_errors,
     track_tensor_tree,
 )
 from baechi.tracing.fx_nodes import layout_maker, silently_written
