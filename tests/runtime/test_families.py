@@ -1,6 +1,7 @@
 """Families: one plan for calls of many shapes, equal to the unsplit model in every bit at each."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -696,6 +697,38 @@ def test_graphs_of_any_size_have_one_plan_though_values_decide_sizes() -> None:
     for sizes in ((9, 20, 3), (11, 30, 7), (11, 30, 0), (7, 25, 24), (30, 60, 2)):
         given = graphs_of(*sizes)
         check_equal(step(module, *given), step(unsplit, *given))
+        assert n_plans(module) == 1
+    module.unplace()
+
+
+class Parts(nn.Module):
+    """Sums over parts of a sequence, whose lengths are computed in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def lengths(self, x: torch.Tensor, given: torch.Tensor) -> list[int]:
+        n = x.shape[1]
+        parts = [int(n * 0.75), math.ceil(float(n) / 2), int(math.sqrt(n)), divmod(n, 3)[0]]
+        parts += [int(given.max()), int(given.float().mean() * 0.75)]
+        return [part if isinstance(part, int | torch.SymInt) else 1 for part in parts]
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> Any:
+        lengths, x = self.lengths(x, given), self.before(x)
+        x = sum(self.after(x[:, :n].relu()).sum(1) for n in lengths) / float(given.sum())
+        whole = torch.zeros(len(given), dtype=int)  # type: ignore[call-overload]
+        return {"x": x.new_zeros(int(given.max()) + 1, 2).index_add(0, given + whole, x)}
+
+
+def test_numbers_that_code_makes_of_sizes_and_of_values_are_symbols() -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer=baechi.RandomPlacer(0))
+    for n, *given in ((12, 3, 7), (17, 6, 17), (33, 4, 9)):
+        call = torch.randn(len(given), n, 4), torch.tensor(given)
+        check_equal(step(module, *call), step(unsplit, *call))
         assert n_plans(module) == 1
     module.unplace()
 

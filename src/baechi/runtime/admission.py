@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import itemgetter, le
 from typing import Any, final
 
 from baechi.costs.estimation import estimate, rescaled
@@ -81,7 +81,7 @@ class Admission:
     def missing(self, values: Sequence[int]) -> Mapping[str, int]:
         """The devices whose memory the step exceeds at a shape, with the missing bytes."""
         sizes = self.family.sizes(values)
-        if any(all(map(int.__le__, sizes, known)) for known in self._fit):
+        if any(all(map(le, sizes, known)) for known in self._fit):
             return {}
         pairs = zip(values, self.reference, strict=True)
         ahead = [2 * now if now > was else now for now, was in pairs]

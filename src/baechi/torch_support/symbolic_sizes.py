@@ -15,7 +15,10 @@ from torch.utils._sympy.printers import PythonPrinter
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-_SCOPE: Final = {"math": math, "min": min, "max": max, "torch": torch, "__builtins__": {}}
+_SCOPE: Final = {
+    **{"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "round": round},
+    "__builtins__": {},
+}
 
 
 def hint(size: Any) -> Any:
@@ -30,7 +33,14 @@ def hint(size: Any) -> Any:
     value = environment.replace(size.node.expr).xreplace(_examples(environment))
     if value.free_symbols:
         raise ValueError(f"the size {size} depends on values of tensors")
-    return bool(value) if isinstance(size, torch.SymBool) else int(value)
+    return _plain(size, value)
+
+
+def _plain(size: Any, value: Any) -> Any:
+    """The value of a symbolic number as Python's own."""
+    if isinstance(size, torch.SymBool):
+        return bool(value)
+    return float(value) if isinstance(size, torch.SymFloat) else int(value)
 
 
 def _examples(environment: Any) -> Any:
@@ -98,7 +108,7 @@ class Symbols:
         if not isinstance(size, SYMBOLIC):
             return size
         found = self._environment.replace(size.node.expr).xreplace(self.expected)
-        return int(found) if found.is_Integer else found
+        return _plain(size, found) if found.is_number else found
 
     def hint(self, size: Any) -> Any:
         """The value that a size has in the example.
@@ -109,8 +119,8 @@ class Symbols:
         if not self.is_expected(size):
             return hint(size)
         value = self.term(size)
-        known = value if isinstance(value, int) else value.xreplace(_examples(self._environment))
-        return bool(known) if isinstance(size, torch.SymBool) else int(known)
+        examples = _examples(self._environment)
+        return _plain(size, value.xreplace(examples) if isinstance(value, sympy.Basic) else value)
 
     def is_expected(self, size: Any) -> bool:
         """True if values of tensors may make it another one."""
@@ -118,23 +128,27 @@ class Symbols:
             return False
         return bool(self._environment.replace(size.node.expr).free_symbols & self.expected.keys())
 
-    def expect(self, size: Any, example: int, among: Sequence[Any], count: int) -> None:
-        """Expect of a size that depends on values alone the example's part of other sizes.
+    def expect(
+        self, number: Any, example: Any, among: Sequence[Any] = (), count: int | None = None
+    ) -> None:
+        """Expect of what depends on values alone what it is in the example.
 
         Args:
-            size: It; anything else is left as it is.
+            number: It; anything else is left as it is.
             example: What it is in the example.
-            among: The sizes of the tensor whose elements are chosen from.
-            count: The number of these in the example.
+            among: Of a size, the sizes of the tensor whose elements are chosen from.
+            count: The number of these in the example. Its part of them is expected.
         """
-        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-        if symbol is None or not symbol.is_Symbol or not is_unbacked(size):
+        symbol = number.node.expr if isinstance(number, SYMBOLIC) else None
+        if symbol is None or not symbol.is_Symbol or not is_unbacked(number):
+            return
+        if not math.isfinite(example):
             return
         whole = math.prod(map(self.term, among))
         if example == count:
             term = whole
-        elif example < 2 or not getattr(whole, "free_symbols", ()):
-            term = sympy.Integer(example)
+        elif count is None or example < 2 or not getattr(whole, "free_symbols", ()):
+            term = example
         else:
             term = FloorDiv(example * whole + count - 1, count)
         self.expected.setdefault(symbol, sympy.sympify(term))

@@ -114,15 +114,23 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
 
 
 def _expect(chosen: Sequence[fx.Node], facts: Facts, example: Facts, symbols: Symbols) -> None:
-    """Expect of sizes that values decide the part that they are in a run of the example."""
+    """Expect of what values decide what it is in a run of the example; of sizes the same part."""
     for node in chosen:
+        fact, known = facts.nodes[node], example.nodes[node]
+        if fact.structure is not None and known.structure is not None:
+            pairs = zip(fact.structure.constants, known.structure.constants, strict=True)
+            for number, was in pairs:
+                symbols.expect(number, was)
         sources = [source for source in node.all_input_nodes if facts.nodes[source].values]
         masks = [s for s in sources if facts.nodes[s].values[0].dtype == torch.bool]
         source = (masks + sources)[0]
-        (among, *_), (real, *_) = facts.nodes[source].values, example.nodes[source].values
-        for value, was in zip(facts.nodes[node].values, example.nodes[node].values, strict=True):
-            for size, known in zip(value.shape, was.shape, strict=True):
-                symbols.expect(size, known, among.shape, math.prod(real.shape))
+        among, real = (each.nodes[source].values[0].shape for each in (facts, example))
+        if node.target is torch.ops.aten.slice.Tensor:
+            dim = node_arguments(node)["dim"]
+            among, real = among[dim : dim + 1 or None], real[dim : dim + 1 or None]
+        for value, before in zip(fact.values, known.values, strict=True):
+            for size, was in zip(value.shape, before.shape, strict=True):
+                symbols.expect(size, was, among, math.prod(real))
     facts.expected = symbols.expected
 
 

@@ -32,7 +32,7 @@ from baechi.torch_support.tracer_internals import (
     OpOverloadPacket,
     untraced,
 )
-from baechi.tracing.guards import package_of
+from baechi.tracing.model_code import package_of
 from baechi.tracing.questions import Questions
 
 

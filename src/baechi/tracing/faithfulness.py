@@ -33,7 +33,8 @@ from baechi.torch_support.tracer_internals import (
     held_nodes_kept,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.guards import OURS, GradientMode, package_of
+from baechi.tracing.guards import GradientMode
+from baechi.tracing.model_code import OURS, package_of
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
 from baechi.tracing.workarounds import (
     CHECKPOINT,

@@ -227,7 +227,8 @@ class Family:
         self._questions = questions
         self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._beyond: dict[Any, tuple[int, ...]] = {}  # values in calls beyond the guards
-        self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
+        self._terms: list[Any] = []  # numbers that are used, Python's or terms
+        self._places: dict[Any, int] = {}  # of each its place, by type: 4 and 4.0 are two
         self._hints: list[int] = []
         self._facts = _changed(facts, self._place, self._with_places)  # places for sizes
         self._returned = self._with_places(returned)
@@ -243,7 +244,7 @@ class Family:
             for dim, size in enumerate(row)
         ]
         self._asked = list(map(self._place, questions.sizes))
-        terms = list(self._terms)
+        terms = self._terms
         conditions = self._symbols.conditions(symbols_in(terms))
         self.symbols = symbols_in([*terms, *conditions])
         self._numbers_at = compiled(self.symbols, terms)
@@ -261,30 +262,28 @@ class Family:
     def _place(self, size: Any) -> int:
         """The place of a size among all that are used."""
         term = self._symbols.term(size)
-        if term not in self._terms:
-            self._terms[term] = len(self._terms)
+        place = self._places.setdefault((type(term), term), len(self._terms))
+        if place == len(self._terms):
+            self._terms.append(term)
             self._hints.append(self._symbols.hint(size))
-        return self._terms[term]
+        return place
 
     def _with_places(self, structure: Structure) -> Structure:
         """A structure with places for the numbers that are symbolic."""
 
         def change(constant: Any) -> Any:
-            if isinstance(constant, (torch.SymInt, torch.SymBool)):
+            if isinstance(constant, SYMBOLIC):
                 return _At(self._place(constant))
             if isinstance(constant, torch.Size) and any(isinstance(n, SYMBOLIC) for n in constant):
                 return _At(tuple(map(self._place, constant)))
-            if isinstance(constant, SYMBOLIC):
-                raise ValueError(f"{constant} is a symbol")
             return constant
 
         return structure.mapped(change)
 
     def _solution(self, symbol: Any) -> tuple[int, int, int, int, int]:
         """The argument's size that tells a symbol: (tensor, kind, dimension, a, b)."""
-        terms = list(self._terms)
         for i, kind, dim, place in self._given:
-            found = solved(terms[place], symbol)
+            found = solved(self._terms[place], symbol)
             if found is not None:
                 return i, kind, dim, *found
         raise ValueError(f"no argument's size tells {symbol}")
@@ -385,7 +384,7 @@ class Family:
         """A size or int, for people, that differs in a call and has no symbol; empty if none."""
         if not self.carries(call) or _changes(self.call, self.carrying(call)) is None:
             return ""
-        other, terms = self.carrying(call), list(self._terms)
+        other, terms = self.carrying(call), self._terms
         for i, kind, dim, place in self._given:
             fixed = kind == 0 and isinstance(terms[place], int)
             if fixed and other.tensors[i].shape[dim] != terms[place]:

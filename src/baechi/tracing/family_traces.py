@@ -12,7 +12,13 @@ from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import HigherOrderOperator, OpOverload
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import END, node_arguments, nodes_inside, target_name
+from baechi.tracing.fx_nodes import (
+    END,
+    chosen_by_values,
+    node_arguments,
+    nodes_inside,
+    target_name,
+)
 from baechi.tracing.lowering import Lowering, TracedModule, lower
 from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, attribute, living
@@ -184,7 +190,7 @@ def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
 
 def _is_alias(node: fx.Node, facts: Facts) -> bool:
     """True of `x[:len(x)]`, which torch takes for an alias or for nothing if it knows the sizes."""
-    if node.target is torch.ops.aten.slice.Tensor:
+    if node.target is torch.ops.aten.slice.Tensor and not chosen_by_values(node):
         (before,), (value,) = (facts.nodes[n].values for n in (node.all_input_nodes[0], node))
         return before.shape == value.shape
     return node.target is torch.ops.aten.alias.default

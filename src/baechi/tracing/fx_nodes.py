@@ -28,7 +28,6 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import OpOverload
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
@@ -222,13 +221,8 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def chosen_by_values(node: fx.Node) -> bool:
-    """True if values of tensors decide sizes of what a node yields, as those of a mask do."""
-    target: Any = node.target
-    if torch.Tag.dynamic_output_shape not in getattr(target, "tags", ()):
-        return False
-    value = node.meta.get("val")
-    rows = value if isinstance(value, (list, tuple)) else [value]
-    return any(map(is_unbacked, (n for row in rows for n in getattr(row, "shape", ()))))
+    """True if values of tensors decide a number, or sizes, of what a node yields, as of a mask."""
+    return bool(node.meta.get("unbacked_bindings"))
 
 
 def may_be_views(graph: fx.Graph) -> set[fx.Node]:

@@ -26,6 +26,7 @@ from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
+from baechi.tracing.model_code import own_modules, seen_by
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
@@ -191,26 +192,6 @@ class _Asked(type):
 @final
 class _Type(type, metaclass=_Asked):
     """`type` in the model's code."""
-
-
-@contextmanager
-def seen_by(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a builtin function be another one in the model's code, where that has none itself."""
-    scopes = [vars(sys.modules[each]) for each in own_modules(model) if each in sys.modules]
-    scopes = [scope for scope in scopes if name not in scope]
-    for scope in scopes:
-        scope[name] = function
-    try:
-        yield
-    finally:
-        for scope in scopes:
-            del scope[name]
-
-
-def own_modules(model: nn.Module) -> set[str]:
-    """The Python modules of the model's classes, without torch's."""
-    names = {type(part).__module__ for part in model.modules()}
-    return {name for name in names if not name.startswith("torch.")}
 
 
 _MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes

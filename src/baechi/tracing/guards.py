@@ -16,8 +16,6 @@ import argparse
 import copy
 import dataclasses
 import dis
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
-    FrameType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -42,14 +38,9 @@ from torch.utils import _pytree as pytree
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
+from baechi.tracing.model_code import OURS, codes_of, functions_of
 
 _KINDS: Final = ("cpu", "cuda")
-OURS: Final = ("torch", "baechi")  # whose code is not the model's
-
-
-def package_of(frame: FrameType) -> str:
-    """The package whose code a frame runs."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 @final
@@ -422,41 +413,17 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
 
     Global ones by module of Python, those of an enclosing function each by its cell.
     """
-    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
-    held: dict[str, list[Any]] = {}
-    for kind in kinds:
-        for name, value in vars(kind).items():
-            held.setdefault(name, []).append(value)
-    left = [*held["forward"]]
-    seen: set[Any] = set()
     found: dict[ModuleType, dict[str, Any]] = {}
     cells: list[tuple[str, Any, dict[str, Any]]] = []
-    while left:
-        value = left.pop()
-        value = value.fget if isinstance(value, property) else value
-        value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        if not isinstance(value, FunctionType):
-            continue
-        function = inspect.unwrap(value)
-        home = sys.modules.get(str(getattr(function, "__module__", "")))
-        if home is None or vars(home) is not getattr(function, "__globals__", None):
-            continue
-        if function in seen or home.__name__.partition(".")[0] not in packages:
-            continue
-        seen.add(function)
-        codes = [function.__code__]
-        for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
+    for function, home in functions_of(model):
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing is in it yet
-                left.append(cell.cell_contents)
-                if not callable(left[-1]):
+                if not callable(cell.cell_contents):
                     title = f"{function.__qualname__}.{name}"
-                    cells.append((title, cell, {"cell_contents": left[-1]}))
-        for code in codes:
-            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+                    cells.append((title, cell, {"cell_contents": cell.cell_contents}))
+        for code in codes_of(function.__code__):
             named = {name: vars(home)[name] for name in code.co_names if name in vars(home)}
-            left += named.values()
-            left += [value for name in code.co_names for value in held.get(name, ())]
             values = {name: value for name, value in named.items() if not callable(value)}
             for row in dis.get_instructions(code) if values else ():
                 if row.opname == "LOAD_GLOBAL" and row.argval in values:

@@ -49,9 +49,10 @@ from baechi.tracing.fx_nodes import (
     without_layouts,
     without_whole_slices,
 )
-from baechi.tracing.fx_tracer import own_modules, seen_by, symbolic_trace, types_told
+from baechi.tracing.fx_tracer import symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
+from baechi.tracing.model_code import own_modules, symbols_kept
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import (
     RETURN_IT,
@@ -116,8 +117,7 @@ def _non_strict(
             examples = call.tensors if call.may_ask else ()
             stack.enter_context(branches.taken(tensors, examples, given))
             stack.enter_context(types_told(model))
-            if places:
-                stack.enter_context(_lengths_symbolic(model))
+            stack.enter_context(symbols_kept(model))
             now = named_state(model).items()
             pairs = ((own[name], tensor) for name, tensor in now if name in own)
             outside.stand_ins = {id(mine): other for mine, other in pairs if mine is not other}
@@ -191,18 +191,6 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus):
         called_with(flat, copies, inputs)
-
-
-@contextmanager
-def _lengths_symbolic(model: nn.Module) -> Iterator[None]:
-    """Let `len(tensor)` in the model's code be a symbol; Python's own makes an int of it."""
-
-    def length(value: Any) -> Any:
-        sized = isinstance(value, torch.Tensor) and value.dim()
-        return value.shape[0] if sized else len(value)
-
-    with seen_by(model, "len", length):
-        yield
 
 
 _NUMBERS: Final = "numbers of the arguments"

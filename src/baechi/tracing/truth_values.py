@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.tracer_internals import FunctionMode
-from baechi.tracing.guards import OURS, package_of
+from baechi.tracing.model_code import OURS, package_of
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check
 # What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).

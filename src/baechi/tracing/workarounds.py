@@ -95,7 +95,7 @@ from baechi.torch_support.tracer_internals import (
     track_tensor_tree,
 )
 from baechi.tracing.fx_nodes import layout_maker, silently_written
-from baechi.tracing.guards import OURS, package_of
+from baechi.tracing.model_code import OURS, package_of
 
 
 @final

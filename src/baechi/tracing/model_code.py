@@ -1,0 +1,198 @@
+"""Functions that a model's `forward` may call, and builtins in them that are others in a trace.
+
+Python's own `int`, `float` and `len` make numbers of what is a symbol in a trace.
+"""
+
+import builtins
+import dis
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from operator import is_
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
+
+OURS: Final = ("torch", "baechi")  # whose code is not the model's
+# Names by which calls go elsewhere begin so. No name in a program does: it is no identifier.
+_ELSEWHERE: Final = "baechi:"
+_COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
+# An argument of an instruction that needs no other instruction before it.
+_PLAIN: Final = 255
+
+
+def package_of(frame: FrameType) -> str:
+    """The package whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def own_modules(model: nn.Module) -> set[str]:
+    """The Python modules of the model's classes, without torch's."""
+    names = {type(part).__module__ for part in model.modules()}
+    return {name for name in names if not name.startswith("torch.")}
+
+
+def functions_of(model: nn.Module) -> Iterator[tuple[FunctionType, ModuleType]]:
+    """The functions of their own packages that forwards may call, with the module of each."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
+    held: dict[str, list[Any]] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            held.setdefault(name, []).append(value)
+    left = [*held["forward"]]
+    seen: set[FunctionType] = set()
+    while left:
+        function = _function(left.pop())
+        home = None if function is None else sys.modules.get(str(function.__module__))
+        if function is None or home is None or vars(home) is not function.__globals__:
+            continue
+        if function in seen or home.__name__.partition(".")[0] not in packages:
+            continue
+        seen.add(function)
+        yield function, home
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                left.append(cell.cell_contents)
+        for code in codes_of(function.__code__):
+            left += [vars(home)[name] for name in code.co_names if name in vars(home)]
+            left += [value for name in code.co_names for value in held.get(name, ())]
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function behind a method, a property or decorators; None if it is none of Python's."""
+    value = value.fget if isinstance(value, property) else value
+    value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+    return value if isinstance(value, FunctionType) else None
+
+
+def codes_of(code: CodeType) -> list[CodeType]:
+    """The code of a function, and that of the functions that it makes."""
+    codes = [code]
+    for each in codes:
+        codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+    return codes
+
+
+@contextmanager
+def seen_by(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a builtin function be another one in the model's code, where that has none itself."""
+    scopes = [vars(sys.modules[each]) for each in own_modules(model) if each in sys.modules]
+    scopes = [scope for scope in scopes if name not in scope]
+    for scope in scopes:
+        scope[name] = function
+    try:
+        yield
+    finally:
+        for scope in scopes:
+            del scope[name]
+
+
+@contextmanager
+def called_by(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let calls of builtin classes in the model's code go to these functions, by name.
+
+    An instruction that loads a name knows whether it is called, so that calls alone go elsewhere:
+    `isinstance(n, int)` and `dtype=int` are as they were.
+    """
+    elsewhere = {f"{_ELSEWHERE}{name}": function for name, function in functions.items()}
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(vars(builtins), elsewhere))
+        for function in dict.fromkeys(_all_functions(model)):
+            names = frozenset(functions.keys() - function.__globals__.keys())
+            code = _redirected(function.__code__, names)
+            if code is not function.__code__:
+                stack.callback(setattr, function, "__code__", function.__code__)
+                function.__code__ = code
+        yield
+
+
+def _all_functions(model: nn.Module) -> Iterator[FunctionType]:
+    """What forwards may call, and what else is in the Python modules of the model's classes."""
+    yield from (function for function, _ in functions_of(model))
+    for name in sorted(own_modules(model) & sys.modules.keys()):
+        values = list(vars(sys.modules[name]).values())
+        kinds = [v for v in values if isinstance(v, type) and v.__module__ == name]
+        for value in (*values, *(v for kind in kinds for v in vars(kind).values())):
+            function = _function(value)
+            if function is not None and function.__module__ == name:
+                yield function
+
+
+def _redirected(code: CodeType, names: frozenset[str]) -> CodeType:
+    """The code with calls of global names that go elsewhere; itself where there are none."""
+    consts = tuple(
+        _redirected(const, names) if isinstance(const, CodeType) else const
+        for const in code.co_consts
+    )
+    known, text = [*code.co_names], bytearray(code.co_code)
+    for row in dis.get_instructions(code) if names.intersection(known) else ():
+        # The lowest bit says that what is loaded is called (Python 3.11 to 3.14).
+        if row.opname == "LOAD_GLOBAL" and row.argval in names and row.arg and row.arg & 1:
+            other = f"{_ELSEWHERE}{row.argval}"
+            known += [] if other in known else [other]
+            argument = 2 * known.index(other) + 1
+            if argument > _PLAIN:  # it has more than a hundred names
+                return code
+            text[row.offset + 1] = argument
+    if len(known) == len(code.co_names) and all(map(is_, consts, code.co_consts)):
+        return code
+    return code.replace(co_code=bytes(text), co_names=tuple(known), co_consts=consts)
+
+
+def _int(*args: Any, **options: Any) -> Any:
+    """As `int`, but of what is symbolic a symbol."""
+    value = _number(*args) if len(args) == 1 and not options else None
+    if isinstance(value, torch.SymInt):
+        return value
+    return math.trunc(value) if isinstance(value, torch.SymFloat) else int(*args, **options)
+
+
+def _float(*args: Any) -> Any:
+    """As `float`, but of what is symbolic a symbol."""
+    value = _number(*args) if len(args) == 1 else None
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat))
+    return torch.sym_float(value) if symbolic else float(*args)  # type: ignore[no-untyped-call]
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor; anything else as it is."""
+    is_number = isinstance(value, torch.Tensor) and value.dtype not in (torch.bool, *_COMPLEX)
+    return value.item() if is_number else value
+
+
+def _length(value: Any) -> Any:
+    """As `len`, but of a tensor a symbol, where its size is one."""
+    sized = isinstance(value, torch.Tensor) and value.dim()
+    return value.shape[0] if sized else len(value)
+
+
+def _quotient_and_rest(a: Any, b: Any) -> Any:
+    """As `divmod`, of symbols, too."""
+    symbolic = isinstance(a, SYMBOLIC) or isinstance(b, SYMBOLIC)
+    return (a // b, a % b) if symbolic else divmod(a, b)
+
+
+@contextmanager
+def symbols_kept(model: nn.Module) -> Iterator[None]:
+    """Let numbers that are symbols stay so in the model's code while `torch.export` runs it."""
+    root: Any = math.sqrt
+
+    def square_root(value: Any) -> Any:
+        return torch.sym_sqrt(value) if isinstance(value, SYMBOLIC) else root(value)
+
+    with (
+        seen_by(model, "len", _length),
+        seen_by(model, "divmod", _quotient_and_rest),
+        called_by(model, {"int": _int, "float": _float}),
+        patch.object(math, "sqrt", square_root),
+    ):
+        yield

@@ -1,0 +1,70 @@
+"""Builtins in a model's code that are others while it is traced."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from baechi.tracing.model_code import called_by
+
+
+def rounded(value: Any) -> int:
+    def inner() -> Any:
+        return [int(row) for row in [value]]
+
+    return inner()[0] if isinstance(value, int | float) and int is not float else int(value, 16)
+
+
+# A function that has more names than an instruction holds.
+MANY = "\n    ".join(f"name{i}" for i in range(200))
+scope: dict[str, Any] = {f"name{i}": i for i in range(200)} | {"__name__": __name__}
+exec(f"def many(value):\n    {MANY}\n    return int(value)", scope)
+
+
+class Rounds(nn.Module):
+    @staticmethod
+    def whole(value: Any) -> int:
+        return int(value)
+
+    @property
+    def kind(self) -> Any:
+        return torch.zeros(int(1.5), dtype=int).dtype  # type: ignore[call-overload]
+
+    def forward(self, value: Any) -> Any:
+        return self.whole(value), rounded(value), rounded("ff"), self.kind
+
+
+def test_calls_alone_go_elsewhere_and_come_back() -> None:
+    model, code = Rounds(), rounded.__code__
+    given: list[Any] = []
+
+    def integer(*args: Any) -> int:
+        given.append(args)
+        return int(*args)
+
+    expected = (2, 2, 255, torch.int64)
+    with called_by(model, {"int": integer}):
+        assert model(2.5) == expected
+        assert given == [(2.5,), (2.5,), ("ff", 16), (1.5,)]
+    assert model(2.5) == expected
+    assert len(given) == 4
+    assert rounded.__code__ is code
+    with pytest.raises(ZeroDivisionError), called_by(model, {"int": integer}):
+        raise ZeroDivisionError
+    assert rounded.__code__ is code
+
+
+def test_a_name_of_the_module_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "int", lambda _: 7)
+    with called_by(Rounds(), {"int": lambda _: 8}):
+        assert Rounds.whole(2.5) == 7
+
+
+def test_a_function_with_too_many_names_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = scope["many"]
+    monkeypatch.setattr(Rounds, "many", staticmethod(many), raising=False)
+    code = many.__code__
+    with called_by(Rounds(), {"int": lambda _: 8}):
+        assert many.__code__ is code
+        assert many(2.5) == 2
