@@ -32,7 +32,7 @@ from baechi.torch_support.tracer_internals import (
     OpOverloadPacket,
     untraced,
 )
-from baechi.tracing.model_code import package_of
+from baechi.tracing.model_code import package_of, whole_number
 from baechi.tracing.questions import Questions
 
 
@@ -186,7 +186,10 @@ _TRUTHS: Final = frozenset(
     )
 )
 _NUMBERS: Final = frozenset(
-    (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist)
+    (
+        *(torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist),
+        whole_number,
+    )
 )
 _SIZED: Final = frozenset(
     ("view", "reshape", "expand", "split", "narrow", "zeros", "ones", "full", "pad")

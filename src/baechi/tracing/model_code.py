@@ -17,13 +17,14 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
 # Names by which calls go elsewhere begin so. No name in a program does: it is no identifier.
 _ELSEWHERE: Final = "baechi:"
-_COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
+_NO_NUMBERS: Final = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 # An argument of an instruction that needs no other instruction before it.
 _PLAIN: Final = 255
 
@@ -148,25 +149,35 @@ def _redirected(code: CodeType, names: frozenset[str]) -> CodeType:
     return code.replace(co_code=bytes(text), co_names=tuple(known), co_consts=consts)
 
 
+def whole_number(value: torch.Tensor) -> Any:
+    """As `int` of a tensor, but perhaps a symbol; a function of torch, which its modes see."""
+    if has_torch_function_unary(value):
+        return handle_torch_function(whole_number, (value,), value)
+    return _int(value.item())
+
+
 def _int(*args: Any, **options: Any) -> Any:
     """As `int`, but of what is symbolic a symbol."""
-    value = _number(*args) if len(args) == 1 and not options else None
+    value: Any = args[0] if len(args) == 1 and not options else None
     if isinstance(value, torch.SymInt):
         return value
-    return math.trunc(value) if isinstance(value, torch.SymFloat) else int(*args, **options)
+    if isinstance(value, torch.SymFloat):
+        return math.trunc(value)
+    return whole_number(value) if _is_real(value) else int(*args, **options)
 
 
 def _float(*args: Any) -> Any:
     """As `float`, but of what is symbolic a symbol."""
-    value = _number(*args) if len(args) == 1 else None
-    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat))
-    return torch.sym_float(value) if symbolic else float(*args)  # type: ignore[no-untyped-call]
+    value: Any = args[0] if len(args) == 1 else None
+    value = value.item() if _is_real(value) else value
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return torch.sym_float(value)  # type: ignore[no-untyped-call]
+    return float(*args) if value is None else float(value)
 
 
-def _number(value: Any) -> Any:
-    """The number in a tensor; anything else as it is."""
-    is_number = isinstance(value, torch.Tensor) and value.dtype not in (torch.bool, *_COMPLEX)
-    return value.item() if is_number else value
+def _is_real(value: Any) -> bool:
+    """True of a tensor of integers or floats."""
+    return isinstance(value, torch.Tensor) and value.dtype not in _NO_NUMBERS
 
 
 def _length(value: Any) -> Any:
