@@ -40,8 +40,15 @@ def own_modules(model: nn.Module) -> set[str]:
     return {name for name in names if not name.startswith("torch.")}
 
 
-def functions_of(model: nn.Module) -> Iterator[tuple[FunctionType, ModuleType]]:
-    """The functions of their own packages that forwards may call, with the module of each."""
+def functions_of(
+    model: nn.Module, *, nearby: bool = False
+) -> Iterator[tuple[FunctionType, ModuleType]]:
+    """The functions of their own packages that forwards may call, with the module of each.
+
+    Args:
+        model: Any module.
+        nearby: Whether also what else its classes, and the modules of Python that they are in, do.
+    """
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
     held: dict[str, list[Any]] = {}
@@ -49,6 +56,11 @@ def functions_of(model: nn.Module) -> Iterator[tuple[FunctionType, ModuleType]]:
         for name, value in vars(kind).items():
             held.setdefault(name, []).append(value)
     left = [*held["forward"]]
+    if nearby:
+        own = (kind for kind in kinds if kind.__module__.partition(".")[0] in packages)
+        left += [value for kind in own for value in vars(kind).values()]
+        for name in sorted(own_modules(model) & sys.modules.keys()):
+            left += _held_by(name)
     seen: set[FunctionType] = set()
     while left:
         function = _function(left.pop())
@@ -65,6 +77,13 @@ def functions_of(model: nn.Module) -> Iterator[tuple[FunctionType, ModuleType]]:
         for code in codes_of(function.__code__):
             left += [vars(home)[name] for name in code.co_names if name in vars(home)]
             left += [value for name in code.co_names for value in held.get(name, ())]
+
+
+def _held_by(name: str) -> list[Any]:
+    """What a module of Python holds, and what its classes do."""
+    values = [*vars(sys.modules[name]).values()]
+    kinds = [v for v in values if isinstance(v, type) and v.__module__ == name]
+    return [*values, *(value for kind in kinds for value in vars(kind).values())]
 
 
 def _function(value: Any) -> FunctionType | None:
@@ -107,25 +126,13 @@ def called_by(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> 
     elsewhere = {f"{_ELSEWHERE}{name}": function for name, function in functions.items()}
     with ExitStack() as stack:
         stack.enter_context(patch.dict(vars(builtins), elsewhere))
-        for function in dict.fromkeys(_all_functions(model)):
+        for function, _ in functions_of(model, nearby=True):
             names = frozenset(functions.keys() - function.__globals__.keys())
             code = _redirected(function.__code__, names)
             if code is not function.__code__:
                 stack.callback(setattr, function, "__code__", function.__code__)
                 function.__code__ = code
         yield
-
-
-def _all_functions(model: nn.Module) -> Iterator[FunctionType]:
-    """What forwards may call, and what else is in the Python modules of the model's classes."""
-    yield from (function for function, _ in functions_of(model))
-    for name in sorted(own_modules(model) & sys.modules.keys()):
-        values = list(vars(sys.modules[name]).values())
-        kinds = [v for v in values if isinstance(v, type) and v.__module__ == name]
-        for value in (*values, *(v for kind in kinds for v in vars(kind).values())):
-            function = _function(value)
-            if function is not None and function.__module__ == name:
-                yield function
 
 
 def _redirected(code: CodeType, names: frozenset[str]) -> CodeType:
