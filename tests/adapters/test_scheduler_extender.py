@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import certifi
 import httpx
 import pytest
 import yaml
@@ -346,11 +348,21 @@ def test_what_the_api_server_refuses_is_told(account: Any, tmp_path) -> None:
 
     with pytest.raises(OSError, match="refused"):
         ApiServer("http://api", account, transport=httpx.MockTransport(away)).ask("GET", "/")
+    text = 'pods "a" not found'
+    status = {"kind": "Status", "status": "Failure", "message": text, "code": 404}
+    absent = httpx.MockTransport(lambda _: httpx.Response(404, json=status))
+    with pytest.raises(ApiError, match=f"^GET /: 404 {text}$"):
+        ApiServer("http://api", account, transport=absent).ask("GET", "/")
     page = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
     with pytest.raises(ApiError, match=r"no JSON but '<html>'"):
         ApiServer("http://api", account, transport=page).ask("GET", "/")
     with pytest.raises(InputError, match="no service account's token"):
         ApiServer(account=tmp_path / "nowhere")
+
+
+def test_the_authority_of_the_account_is_trusted(account: Any) -> None:
+    shutil.copy(certifi.where(), account / "ca.crt")
+    ApiServer("https://api", account).close()  # a warning would be an error
 
 
 def test_graphs_are_found_in_a_folder(tmp_path) -> None:

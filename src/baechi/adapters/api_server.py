@@ -1,7 +1,9 @@
 """Kubernetes' API server, as far as the adapters ask it."""
 
 import json
+import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -54,12 +56,8 @@ class ApiServer:
             )
         self._token = token  # read again for each request: the kubelet renews it
         authority = account / "ca.crt"
-        self._client = httpx.Client(
-            base_url=url,
-            verify=str(authority) if authority.is_file() and transport is None else True,
-            transport=transport,
-            timeout=10,
-        )
+        known = ssl.create_default_context(cafile=authority) if authority.is_file() else True
+        self._client = httpx.Client(base_url=url, verify=known, transport=transport, timeout=10)
 
     def bind(
         self, namespace: str, name: str, uid: str, node: str, annotations: Mapping[str, str]
@@ -109,9 +107,15 @@ class ApiServer:
         except httpx.HTTPError as error:
             raise ApiError(f"{method} {path}: {error}") from error
         if answer.status_code >= 300:
-            text = answer.text[:300]
-            raise ApiError(f"{method} {path}: {answer.status_code} {text}", answer.status_code)
+            raise ApiError(f"{method} {path}: {_said(answer)}", answer.status_code)
         try:
             return answer.json()
         except ValueError as error:  # of something else that listens there
             raise ApiError(f"{method} {path}: no JSON but {answer.text[:300]!r}") from error
+
+
+def _said(answer: httpx.Response) -> str:
+    """Why a request was refused: the message of the server's `Status`, or the body's beginning."""
+    with suppress(ValueError, KeyError, TypeError):
+        return f"{answer.status_code} {answer.json()['message']}"
+    return f"{answer.status_code} {answer.text[:300]}"
