@@ -16,7 +16,7 @@ from seeds import seeds
 import baechi
 from baechi import InputError, Link, Op, OpGraph, Tensor, Topology
 from baechi.adapters.api_server import ApiServer
-from baechi.adapters.baechi_job import JOB_LABEL, SPELLINGS, key_of
+from baechi.adapters.baechi_job import SPELLINGS, UID_LABEL, key_of
 from baechi.adapters.job_operator import Operator
 from baechi.adapters.kueue import CONTROLLER
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH
@@ -80,8 +80,8 @@ def phases(objects: Objects) -> dict[str, str]:
     return {row["metadata"]["name"]: row["status"]["phase"] for row in objects.of("baechijobs")}
 
 
-def condition(objects: Objects, name: str) -> Any:
-    return objects.rows["baechijobs", "team", name]["status"]["conditions"][0]
+def condition(objects: Objects, name: str, namespace: str = "team") -> Any:
+    return objects.rows["baechijobs", namespace, name]["status"]["conditions"][0]
 
 
 def play(objects: Objects, phase: str, *names: str) -> None:
@@ -110,7 +110,7 @@ def test_a_job_has_a_pod_on_each_of_its_devices_until_it_ends(
     assert int(values["BAECHI_MEMORY_BYTES"]) == held.claims[0].memory_bytes
     assert first["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
     (service,) = objects.of("services")
-    assert service["spec"]["selector"] == {JOB_LABEL: "a"}
+    assert service["spec"]["selector"] == {UID_LABEL: "uid-1"}
     assert (spec["hostname"], spec["subdomain"]) == ("a-0", service["metadata"]["name"])
     play(objects, "Running")
     operator.turn()
@@ -186,9 +186,11 @@ def test_a_pod_that_fails_ends_its_job(
     operator.turn()
     play(objects, "Running")
     play(objects, "Failed", "a-1")
+    ended = {"name": "rank", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+    objects.rows["pods", "team", "a-1"]["status"]["containerStatuses"] = [ended]
     operator.turn()
     assert phases(objects) == {"a": "Failed"}
-    assert condition(objects, "a")["message"] == "pod a-1 failed"
+    assert condition(objects, "a")["message"] == "pod a-1 failed: exit code 3"
     assert ledger.snapshot().jobs  # the others run on it still
     operator.turn()
     operator.turn()
@@ -218,6 +220,79 @@ def test_a_job_that_is_deleted_releases(
     assert not ledger.snapshot().jobs
 
 
+def test_pods_that_outlive_their_job_keep_its_devices(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    """`kubectl delete --cascade=orphan` takes the owner's reference from them."""
+    objects.add("baechijobs", job("a"))
+    operator.turn()
+    play(objects, "Running")
+    del objects.rows["baechijobs", "team", "a"]
+    for pod in objects.of("pods"):
+        del pod["metadata"]["ownerReferences"]
+    operator.turn()
+    assert ledger.snapshot().jobs
+    play(objects, "Succeeded")
+    operator.turn()
+    assert not ledger.snapshot().jobs
+
+
+def test_while_the_api_server_does_not_know_jobs_nothing_is_released(
+    objects: Objects, ledger: Ledger, account: Path
+) -> None:
+    """It says 404 of a custom resource while it starts."""
+    objects.add("baechijobs", job("a", SMALL))
+    with pytest.raises(OSError, match="quota"):
+        Operator(refusing(objects, account, 403, ""), ledger, GRAPHS.__getitem__).turn()
+    assert ledger.snapshot().jobs
+
+    def starting(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("baechijobs"):
+            return httpx.Response(404, text="404 page not found")
+        return objects(request)
+
+    api = ApiServer("http://api", account, transport=httpx.MockTransport(starting))
+    Operator(api, ledger, GRAPHS.__getitem__).turn()
+    assert ledger.snapshot().jobs
+
+
+@pytest.mark.parametrize(("plural", "name"), [("pods", "a-1"), ("services", "a")])
+def test_what_is_another_s_is_not_taken_for_the_job_s(
+    objects: Objects, operator: Operator, plural: str, name: str
+) -> None:
+    objects.add(plural, {"metadata": {"name": name, "namespace": "team"}})
+    objects.add("baechijobs", job("a"))
+    operator.turn()
+    said = condition(objects, "a")
+    assert said["reason"] == "Refused"
+    assert f"{name!r} already, which is not the job's" in said["message"]
+    del objects.rows[plural, "team", name]
+    operator.turn()
+    assert condition(objects, "a")["reason"] == "Reserved"
+    assert len(objects.of("pods")) == 3
+    assert objects.rows["services", "team", "a"]["metadata"]["labels"][UID_LABEL]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"conditions": [{"type": "PodScheduled", "status": "False", "message": "no node"}]},
+        {"containerStatuses": [{"state": {"waiting": {"message": "no node"}}}]},
+    ],
+)
+def test_why_a_pod_does_not_start_is_told(
+    objects: Objects, operator: Operator, status: dict[str, Any]
+) -> None:
+    objects.add("baechijobs", job("a", SMALL))
+    operator.turn()
+    objects.rows["pods", "team", "a-0"]["status"] = {"phase": "Pending", **status}
+    operator.turn()
+    assert phases(objects) == {"a": "Starting"}
+    said = condition(objects, "a")
+    assert said["reason"] == "PodPending"
+    assert said["message"].endswith("; pod a-0: no node")
+
+
 def test_a_graph_may_come_late_in_a_config_map(objects: Objects, operator: Operator) -> None:
     row = job("a")
     row["spec"]["graph"] = {"configMap": {"name": "graphs"}}
@@ -238,6 +313,7 @@ def test_a_graph_may_come_late_in_a_config_map(objects: Objects, operator: Opera
         ({"placement": {"maxDevices": -1}}, "max_devices"),
         ({"placement": {"effort": "much"}}, "effort"),
         ({"placement": [1]}, "cannot be read"),
+        ({"env": [{"value": "1"}]}, "field 'name' is absent"),
     ],
 )
 def test_what_cannot_be_read_is_refused_and_the_others_go_on(
@@ -296,9 +372,10 @@ def test_whatever_kills_the_operator_no_device_is_held_twice_and_none_leaks(
         if draw.random() < 0.1 and objects.of("baechijobs"):
             gone = draw.choice(objects.of("baechijobs"))["metadata"]
             del objects.rows["baechijobs", "team", gone["name"]]
-            for pod in objects.of("pods"):  # the garbage collector
-                if pod["metadata"]["ownerReferences"][0]["uid"] == gone["uid"]:
-                    del objects.rows["pods", "team", pod["metadata"]["name"]]
+            for plural in ("pods", "services"):  # the garbage collector
+                for row in objects.of(plural):
+                    if row["metadata"]["ownerReferences"][0]["uid"] == gone["uid"]:
+                        del objects.rows[plural, "team", row["metadata"]["name"]]
         objects.kill_at = (len(objects.asked) + draw.randint(1, 6), draw.random() < 0.5)
         try:
             operator_of(objects, ledger, account).turn()
@@ -380,11 +457,12 @@ def test_what_is_refused_of_one_job_is_told_and_keeps_no_other_waiting(
     assert [row["metadata"]["name"] for row in objects.of("pods")] == ["a-0", "b-0", "c-0"]
 
 
+@pytest.mark.parametrize("status", [400, 422])
 def test_a_job_whose_objects_are_invalid_fails_and_releases(
-    objects: Objects, ledger: Ledger, account: Path
+    objects: Objects, ledger: Ledger, account: Path, status: int
 ) -> None:
     objects.add("baechijobs", job("a"))
-    strict = Operator(refusing(objects, account, 422, "/pods"), ledger, GRAPHS.__getitem__)
+    strict = Operator(refusing(objects, account, status, "/pods"), ledger, GRAPHS.__getitem__)
     strict.turn()
     assert (phases(objects), condition(objects, "a")["status"]) == ({"a": "Failed"}, "False")
     strict.turn()
@@ -537,6 +615,11 @@ def test_the_manifests_fit_what_the_operator_does(objects: Objects, operator: Op
     assert [row["name"] for row in group["flavors"]] == [flavor["metadata"]["name"]]
     objects.add("admissionchecks", check)
     objects.add("workloads", workload("a"))
+    for plural, name in (("services", "gpt2"), ("pods", "gpt2-0")):  # somebody else's
+        objects.add(plural, {"metadata": {"name": name, "namespace": "default"}})
+        operator.turn()
+        assert condition(objects, "gpt2", "default")["reason"] == "Refused"
+        del objects.rows[plural, "default", name]
     operator.turn()
     assert phases(objects) == {"gpt2": "Starting"}
     play(objects, "Running")

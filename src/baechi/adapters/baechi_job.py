@@ -34,6 +34,8 @@ GROUP: Final = "baechi.dev"
 VERSION: Final = "v1alpha1"
 PREFIX: Final = "baechijob/"
 JOB_LABEL: Final = "baechi.dev/job"
+# Its UID: an owner reference goes when a job is deleted without its pods.
+UID_LABEL: Final = "baechi.dev/job-uid"
 RANK_LABEL: Final = "baechi.dev/rank"
 # How a container says which part of a GPU it takes.
 SPELLINGS: Final = ("none", "hami", "kai", "device-plugin")
@@ -93,27 +95,26 @@ def reconcile(
             ledger.release(key)
         return Plan(before, delete=running)
     state = _State(job, before, now)
-    if held is None:
-        try:
-            with reading(f"the spec of BaechiJob {job['metadata']['name']!r}"):
-                wish, wanted = _wish(job["spec"].get("placement") or {}), job["spec"]["graph"]
-                str(job["spec"]["image"])
+    claims, step_ns = () if held is None else held.claims, None
+    try:
+        with reading(f"the spec of BaechiJob {job['metadata']['name']!r}"):
+            wish, wanted = _wish(job["spec"].get("placement") or {}), job["spec"]["graph"]
+            str(job["spec"]["image"])
+            [str(row["name"]) for row in job["spec"].get("env") or ()]
+        if held is None:
             try:
                 graph = graph_of(wanted)
             except BaechiError as error:
                 return Plan(state.at("Waiting", "NoGraph", str(error)))
             claims, step_ns = _reserved(graph, wish, key, ledger)
-        except ReservationError as error:
-            reason = "Waits" if error.reason == _WAITS else "NoDevice"
-            return Plan(state.at("Waiting", reason, str(error)))
-        except InfeasibleError as error:
-            return Plan(state.at("Waiting", "DoesNotFit", str(error)))
-        except BaechiError as error:
-            return Plan(state.at("Failed", "Refused", str(error)))
-        state.place(claims, step_ns, ledger)
-    else:
-        claims = held.claims
-        state.place(claims, None, ledger)
+    except ReservationError as error:
+        reason = "Waits" if error.reason == _WAITS else "NoDevice"
+        return Plan(state.at("Waiting", reason, str(error)))
+    except InfeasibleError as error:
+        return Plan(state.at("Waiting", "DoesNotFit", str(error)))
+    except BaechiError as error:
+        return Plan(state.at("Failed", "Refused", str(error)))
+    state.place(claims, step_ns, ledger)
     return _of_pods(job, pods, claims, state, spelling)
 
 
@@ -125,22 +126,37 @@ def _of_pods(
     spelling: str,
 ) -> Plan:
     """A job that has devices: by how far its pods are."""
-    phases = {pod["metadata"]["name"]: (pod.get("status") or {}).get("phase") for pod in pods}
+    statuses = {pod["metadata"]["name"]: pod.get("status") or {} for pod in pods}
     names = [f"{job['metadata']['name']}-{rank}" for rank in range(len(claims))]
-    seen = [phases.get(name, "") for name in names]
+    seen = [statuses.get(name, {}).get("phase", "") for name in names]
     if "Failed" in seen:
-        rank = seen.index("Failed")
-        return Plan(state.at("Failed", "PodFailed", f"pod {names[rank]} failed"))
+        name = names[seen.index("Failed")]
+        return Plan(state.at("Failed", "PodFailed", f"pod {name} failed{_why(statuses[name])}"))
     if all(phase == "Succeeded" for phase in seen):
         return Plan(state.at("Succeeded", "Done", f"all {len(claims)} pods succeeded"))
     create = [_service(job)] if "" in seen else []
     for rank, name in enumerate(names):
-        if name not in phases:
+        if name not in statuses:
             create.append(_pod(job, rank, claims, state.nodes, spelling))
-    on = ", ".join(claim.device for claim in claims)
-    running = all(phase in ("Running", "Succeeded") for phase in seen)
-    phase, reason = ("Running", "Running") if running else ("Starting", "Reserved")
-    return Plan(state.at(phase, reason, f"on {on}"), tuple(create))
+    said = f"on {', '.join(claim.device for claim in claims)}"
+    late = [name for name, phase in zip(names, seen, strict=True) if phase == "Pending"]
+    for name in late:
+        if why := _why(statuses[name]):
+            return Plan(state.at("Starting", "PodPending", f"{said}; pod {name}{why}"), (*create,))
+    phase, reason = ("Starting", "Reserved") if late or "" in seen else ("Running", "Running")
+    return Plan(state.at(phase, reason, said), tuple(create))
+
+
+def _why(status: Mapping[str, Any]) -> str:
+    """What the scheduler or the kubelet says of a pod that does not run, after a colon."""
+    rows = [row for row in status.get("conditions") or () if row.get("type") == "PodScheduled"]
+    said = [status, *(row for row in rows if row.get("status") == "False")]
+    for container in status.get("containerStatuses") or ():
+        said += (container.get("state") or {}).values()
+    for row in said:
+        if row.get("message") or row.get("exitCode"):
+            return f": {row.get('message') or 'exit code ' + str(row['exitCode'])}"
+    return ""
 
 
 def refused(plan: Plan, why: str, *, ever: bool, now: str) -> dict[str, Any]:
@@ -231,7 +247,7 @@ def _owned(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "name": name,
         "namespace": metadata["namespace"],
-        "labels": {JOB_LABEL: metadata["name"]},
+        "labels": {JOB_LABEL: metadata["name"], UID_LABEL: metadata["uid"]},
         "ownerReferences": [owner],
     }
 
@@ -245,7 +261,7 @@ def _service(job: Mapping[str, Any]) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {JOB_LABEL: job["metadata"]["name"]},
+            "selector": {UID_LABEL: job["metadata"]["uid"]},
         },
     }
 

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 from baechi.adapters import baechi_job, kueue
 from baechi.adapters.api_server import MERGE, ApiError, ApiServer
-from baechi.adapters.baechi_job import GROUP, JOB_LABEL, VERSION
+from baechi.adapters.baechi_job import GROUP, UID_LABEL, VERSION
 from baechi.adapters.free_devices import runs
 from baechi.errors import InputError, ReservationError
 from baechi.records.graph import OpGraph
@@ -25,7 +25,7 @@ _JOBS: Final = f"/apis/{GROUP}/{VERSION}"
 _KUEUE: Final = "/apis/kueue.x-k8s.io/v1beta1"
 _ABSENT: Final = 404
 _CONFLICT: Final = 409
-_INVALID: Final = 422
+_INVALID: Final = (400, 422)
 _PLURALS: Final = {"Pod": "pods", "Service": "services"}
 
 
@@ -79,11 +79,12 @@ class Operator:
             raise self._refusals[0]
 
     def _of_jobs(self) -> None:
-        jobs = self._listed(f"{_JOBS}/baechijobs") or ()
+        jobs = self._listed(f"{_JOBS}/baechijobs")
+        if jobs is None:  # so it is, too, while the API server starts: nothing is released
+            return
         pods: dict[str, list[Any]] = {}
-        for pod in self._listed(f"/api/v1/pods?labelSelector={JOB_LABEL}") or ():
-            for owner in pod["metadata"].get("ownerReferences") or ():
-                pods.setdefault(owner["uid"], []).append(pod)
+        for pod in self._listed(f"/api/v1/pods?labelSelector={UID_LABEL}") or ():
+            pods.setdefault(pod["metadata"]["labels"][UID_LABEL], []).append(pod)
         running = {uid for uid, rows in pods.items() if any(map(runs, rows))}
         self._forget(baechi_job.PREFIX, {baechi_job.key_of(job) for job in jobs}, running)
         for job in sorted(jobs, key=_age):
@@ -101,14 +102,12 @@ class Operator:
         )
         status = plan.status
         for item in plan.create:
-            plural = _PLURALS[item["kind"]]
             try:
-                with _allowing(_CONFLICT):  # it is there
-                    self._api.ask("POST", f"/api/v1/namespaces/{namespace}/{plural}", item)
+                self._create(f"/api/v1/namespaces/{namespace}/{_PLURALS[item['kind']]}", item)
             except ApiError as error:
                 if not error.refused:
                     raise
-                ever = error.status == _INVALID
+                ever = error.status in _INVALID
                 status = baechi_job.refused(plan, str(error), ever=ever, now=self._now())
                 break
         for pod in plan.delete:
@@ -120,6 +119,23 @@ class Operator:
             with _allowing(_ABSENT):
                 self._api.ask("PATCH", path, {"status": status}, MERGE)
         self._tell(job, status, before)
+
+    def _create(self, path: str, item: Mapping[str, Any]) -> None:
+        """Makes an object of a job, unless it is there."""
+        try:
+            self._api.ask("POST", path, item)
+        except ApiError as error:
+            if error.status != _CONFLICT:
+                raise
+            metadata = item["metadata"]
+            there = self._api.ask("GET", f"{path}/{metadata['name']}")
+            labels = there["metadata"].get("labels") or {}
+            if labels.get(UID_LABEL) != metadata["labels"][UID_LABEL]:
+                raise ApiError(
+                    f"there is a {item['kind']} {metadata['name']!r} already, which is not the "
+                    "job's; delete it, or name the job otherwise.",
+                    _CONFLICT,
+                ) from error
 
     def _tell(
         self, job: Mapping[str, Any], status: Mapping[str, Any], before: Mapping[str, Any]
