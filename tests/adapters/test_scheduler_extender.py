@@ -276,6 +276,22 @@ def test_ended_pods_are_noticed_while_it_serves(extender: Extender, ledger: Ledg
     assert said == ["pods that have ended are not seen: away"]
 
 
+def test_who_finds_no_room_gets_what_has_just_been_left(extender: Extender, ledger: Ledger) -> None:
+    """kube-scheduler asks again when a pod ends, and not when the next look would release it."""
+    listed: list[Any] = []
+    app = create_extender_app(extender, lambda: listed, every_s=3600)
+    for name, node in zip("abc", NODES, strict=True):
+        extender.filter({"Pod": pod(name), "NodeNames": [node]})
+        extender.bind(binding(name, node))
+        listed.append(pod(name, node=node))
+    with TestClient(app) as web:
+        asked = {"Pod": pod("d"), "NodeNames": NODES}
+        assert web.post("/filter", json=asked).json()["NodeNames"] == []
+        del listed[1]
+        assert web.post("/filter", json=asked).json()["NodeNames"] == ["node1"]
+    assert list(ledger.snapshot().jobs) == ["pod/team/a/uid-a", "pod/team/c/uid-c"]
+
+
 def test_a_pod_that_comes_while_pods_are_listed_keeps_its_devices(
     extender: Extender, ledger: Ledger
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -27,7 +28,9 @@ def create_extender_app(
     """The extender's endpoints: `/filter`, `/prioritize`, `/bind`, and Volcano's under `/volcano`.
 
     Questions are answered one after the other. With `pods`, which lists all pods, what ended ones
-    hold is released every so many seconds; `report` is told where that fails.
+    hold is released every so many seconds, and before a pod is told that no node has room:
+    kube-scheduler asks when a pod ends, and then not for minutes. `report` is told where that
+    fails.
     """
     turn = threading.Lock()
 
@@ -40,13 +43,24 @@ def create_extender_app(
         with turn:
             extender.reconcile(listed, version)
 
+    def look_if_it_answers(list_pods: Callable[[], Any]) -> None:
+        try:
+            look(list_pods)
+        except (OSError, BaechiError) as error:  # the API server is away: the next time, then
+            report(f"pods that have ended are not seen: {error}")
+
     async def watch(list_pods: Callable[[], Any]) -> None:
         while True:
-            try:
-                await run_in_threadpool(look, list_pods)
-            except (OSError, BaechiError) as error:  # the API server is away: the next time, then
-                report(f"pods that have ended are not seen: {error}")
+            await run_in_threadpool(look_if_it_answers, list_pods)
             await anyio.sleep(every_s)
+
+    def filtered(asked: Any) -> Any:
+        said = in_turn(extender.filter, asked)
+        nodes = said["NodeNames"] if "NodeNames" in said else said["Nodes"]["items"]
+        if nodes or said["Error"] or pods is None:
+            return said
+        look_if_it_answers(pods)
+        return in_turn(extender.filter, asked)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +76,7 @@ def create_extender_app(
         async def endpoint(request: Request) -> Response:
             try:
                 asked = json.loads(await _body(request))
-                said = await run_in_threadpool(in_turn, answer, asked)
+                said = await run_in_threadpool(answer, asked)
             except (BaechiError, ValueError) as error:
                 return Response(json.dumps({"Error": str(error)}), 422, media_type=_JSON)
             return Response(json.dumps(said), media_type=_JSON)
@@ -72,11 +86,11 @@ def create_extender_app(
     async def healthy(_: Request) -> Response:
         return Response('{"status":"ok"}', media_type=_JSON)
 
-    route("/filter", extender.filter)
-    route("/prioritize", extender.prioritize)
-    route("/bind", extender.bind)
-    route("/volcano/predicate", extender.predicate)
-    route("/volcano/prioritize", extender.score)
+    route("/filter", filtered)
+    route("/prioritize", partial(in_turn, extender.prioritize))
+    route("/bind", partial(in_turn, extender.bind))
+    route("/volcano/predicate", partial(in_turn, extender.predicate))
+    route("/volcano/prioritize", partial(in_turn, extender.score))
     app.add_api_route("/healthz", healthy, methods=["GET"], include_in_schema=False)
     return app
 
