@@ -575,6 +575,38 @@ def test_what_a_workload_has_goes_when_it_ends_loses_its_quota_or_is_gone(
     assert not ledger.snapshot().jobs
 
 
+def test_what_fits_nowhere_is_rejected_while_every_device_is_taken(
+    objects: Objects, ledger: Ledger, operator: Operator
+) -> None:
+    objects.add("admissionchecks", admission())
+    for place, device in enumerate(SITE.devices):
+        ledger.reserve(f"old{place}", [Claim(device.name, "16GiB")])
+    for name, graph in (("a", SMALL), ("b", HUGE)):
+        objects.add("workloads", workload(name, graph))
+    operator.turn()
+    assert states(objects) == {"a": ("Retry", "Pending"), "b": ("Rejected", "Pending")}
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_kueue_is_answered_in_the_version_that_it_has(
+    objects: Objects, ledger: Ledger, account: Path, version: str
+) -> None:
+    objects.add("admissionchecks", admission())
+    objects.add("workloads", workload("a"))
+
+    def kueue(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if "kueue" in path and f"/{version}/" not in path:
+            return httpx.Response(404, text="404 page not found")
+        return objects(request)
+
+    api = ApiServer("http://api", account, transport=httpx.MockTransport(kueue))
+    Operator(api, ledger, GRAPHS.__getitem__).turn()
+    assert states(objects) == {"a": ("Ready", "Pending")}
+    (check,) = objects.of("admissionchecks")
+    assert check["status"]["conditions"][0]["type"] == "Active"
+
+
 def test_an_answer_to_an_older_version_changes_nothing(
     objects: Objects, ledger: Ledger, account: Path
 ) -> None:
@@ -610,7 +642,8 @@ def test_the_manifests_fit_what_the_operator_does(objects: Objects, operator: Op
     objects.add("configmaps", config)
     check, flavor, queue = yaml.safe_load_all((DEPLOY / "kueue.yaml").read_text())
     assert check["spec"]["controllerName"] == CONTROLLER
-    assert queue["spec"]["admissionChecks"] == [check["metadata"]["name"]]
+    (asked,) = queue["spec"]["admissionChecksStrategy"]["admissionChecks"]
+    assert asked["name"] == check["metadata"]["name"]
     (group,) = queue["spec"]["resourceGroups"]
     assert [row["name"] for row in group["flavors"]] == [flavor["metadata"]["name"]]
     objects.add("admissionchecks", check)

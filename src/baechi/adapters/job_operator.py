@@ -22,7 +22,8 @@ from baechi.storage.serialization import loads
 from baechi.validation import check_choice
 
 _JOBS: Final = f"/apis/{GROUP}/{VERSION}"
-_KUEUE: Final = "/apis/kueue.x-k8s.io/v1beta1"
+# The newest first: v1beta2 since Kueue 0.15, which was to be the last with both.
+_KUEUE: Final = ("/apis/kueue.x-k8s.io/v1beta2", "/apis/kueue.x-k8s.io/v1beta1")
 _ABSENT: Final = 404
 _CONFLICT: Final = 409
 _INVALID: Final = (400, 422)
@@ -171,15 +172,18 @@ class Operator:
         self._api.ask("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", event)
 
     def _of_workloads(self) -> None:
-        listed = self._listed(f"{_KUEUE}/admissionchecks")
-        workloads = self._listed(f"{_KUEUE}/workloads")
+        for kueue_api in _KUEUE:
+            listed = self._listed(f"{kueue_api}/admissionchecks")
+            if listed is not None:
+                break
+        workloads = None if listed is None else self._listed(f"{kueue_api}/workloads")
         if listed is None or workloads is None:
             return
         checks = set()
         for check in listed:
             if (check.get("spec") or {}).get("controllerName") == kueue.CONTROLLER:
                 checks.add(check["metadata"]["name"])
-                self._activate(check)
+                self._activate(kueue_api, check)
         self._forget(kueue.PREFIX, {kueue.key_of(row) for row in workloads})
         for row in sorted(workloads, key=_age):
             with self._apart():
@@ -187,9 +191,9 @@ class Operator:
                     row, frozenset(checks), self._ledger, self._graph_of, now=self._now()
                 )
                 if rows is not None:
-                    self._patch(row, "workloads", {"admissionChecks": rows})
+                    self._patch(kueue_api, row, "workloads", {"admissionChecks": rows})
 
-    def _activate(self, check: Mapping[str, Any]) -> None:
+    def _activate(self, api: str, check: Mapping[str, Any]) -> None:
         """Tells Kueue that somebody answers a check."""
         rows = (check.get("status") or {}).get("conditions") or ()
         if any(row.get("type") == "Active" and row.get("status") == "True" for row in rows):
@@ -201,13 +205,15 @@ class Operator:
             "message": "Baechi's operator answers",
             "lastTransitionTime": self._now(),
         }
-        self._patch(check, "admissionchecks", {"conditions": [active]})
+        self._patch(api, check, "admissionchecks", {"conditions": [active]})
 
-    def _patch(self, item: Mapping[str, Any], plural: str, status: Mapping[str, Any]) -> None:
+    def _patch(
+        self, api: str, item: Mapping[str, Any], plural: str, status: Mapping[str, Any]
+    ) -> None:
         """A new status, unless somebody else was faster: then the next turn looks again."""
         metadata = item["metadata"]
         where = f"namespaces/{metadata['namespace']}/" if "namespace" in metadata else ""
-        path = f"{_KUEUE}/{where}{plural}/{metadata['name']}/status"
+        path = f"{api}/{where}{plural}/{metadata['name']}/status"
         version = {"resourceVersion": metadata.get("resourceVersion", "")}
         with _allowing(_CONFLICT), _allowing(_ABSENT):
             self._api.ask("PATCH", path, {"metadata": version, "status": dict(status)}, MERGE)

@@ -122,7 +122,7 @@ def _claims(
     wish = Wish(same="node", share_milli=share_milli)
     try:
         found = decide(graph, now, wish)
-    except InfeasibleError as error:
+    except (InfeasibleError, ReservationError) as error:
         decide(graph, replace(now, uses=(UNUSED,) * len(now.uses)), wish)
         raise ReservationError(str(error)) from error
     return ledger.reserve(key, found.claims(), version=now.version).claims
