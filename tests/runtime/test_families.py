@@ -489,6 +489,12 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x.mean(1, keepdim=True) * torch.ones(x.shape[0], 1)
 
 
+@torch.autocast("cpu", enabled=False)
+def doubled(x: torch.Tensor, last: int) -> torch.Tensor:
+    """A graph inside the graph, which returns a number that another one reads, too."""
+    return x[-last:] * 2
+
+
 class Unusual(nn.Module):
     """Its forward does some of the things that once cost a plan for each shape."""
 
@@ -515,6 +521,7 @@ class Unusual(nn.Module):
                 x[:, None, None], size=(3, 7), mode="nearest"
             ),
             "inner graph": lambda: x + centred(x),
+            "autocast": lambda: doubled(x, len(x)) + doubled(x, len(x)).exp(),
             "whole": lambda: (
                 x[: len(x), :].exp()
                 + torch.arange(len(x))[: len(x), None]
@@ -552,7 +559,7 @@ PARTS: list[Any] = [
     ["truth value"],
     ["selection"],
     ["index"],
-    ["distribution", "image", "images of a size", "inner graph", "length"],
+    ["distribution", "image", "images of a size", "inner graph", "length", "autocast"],
     ["one head", "baddbmm", "scatter", "triangular", "patches"],
     ["recurrent", "cell", "long cell", "steps"],
     pytest.param(["projected"], marks=NEWER),

@@ -1,5 +1,6 @@
 """A traced family at other sizes, and beside a trace without symbols."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -199,7 +200,7 @@ def _is_alias(node: fx.Node, facts: Facts) -> bool:
 def _arguments(node: fx.Node, facts: Facts) -> Any:
     """The arguments of a node; `x[:n]` begins at 0, or has no beginning, and `x[n:]` no end.
 
-    A graph that it runs gets, of symbolic sizes, some by name.
+    A graph that it runs gets, of symbolic sizes, some by name, and returns some beside its tensors.
     """
     if node.target is torch.ops.aten.slice.Tensor:
         given = node_arguments(node)
@@ -211,6 +212,10 @@ def _arguments(node: fx.Node, facts: Facts) -> Any:
             for arg in node.args
             if not isinstance(arg, fx.Node) or arg.op == "get_attr" or facts.nodes[arg].values
         ]
+    if node.target is operator.getitem:
+        (made,), index = node.all_input_nodes, node.args[1]
+        if isinstance(made.target, HigherOrderOperator):
+            return made, len(list(tensors_in(made.meta["val"][:index])))
     return node.args, dict(node.kwargs)
 
 
