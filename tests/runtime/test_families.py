@@ -718,8 +718,9 @@ class Parts(nn.Module):
     def lengths(self, x: torch.Tensor, given: torch.Tensor) -> list[int]:
         n = x.shape[1]
         parts = [int(n * 0.75), math.ceil(float(n) / 2), int(math.sqrt(n)), divmod(n, 3)[0]]
-        parts += [int(given.max()), int(given.float().mean() * 0.75)]
-        return [part if isinstance(part, int | torch.SymInt) else 1 for part in parts]
+        parts += [min(int(given.max()), 5), int(given.float().mean() * 0.75)]
+        numbers = isinstance(parts[-1], int) and type(parts[0]) is int
+        return parts if numbers and not isinstance(parts[-1], float | torch.Tensor) else []
 
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> Any:
         lengths, x = self.lengths(x, given), self.before(x)

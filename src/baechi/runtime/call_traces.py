@@ -47,7 +47,8 @@ class CallTraces:
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         places = self._places(call, kin)
-        trace = partial(ladder.trace, like=kin[0].traced if kin else None)
+        like, of_part = kin[0].traced if kin else None, bool(call.dims)
+        trace = partial(ladder.trace, like=like, of_part=of_part)
         kept, static = _beyond(model, call, kin, trace)
         if kept is not None:
             return kept

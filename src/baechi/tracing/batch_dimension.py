@@ -130,7 +130,7 @@ def _grown(model: nn.Module, call: Call, times: int) -> Traced:
     ]
     args, kwargs = call.structure.fill(grown)
     try:
-        return trace(model, args, kwargs, may_ask=call.may_ask)
+        return trace(model, args, kwargs, may_ask=call.may_ask, of_part=True)
     except TraceError as error:
         raise InputError(
             f"with {times} times the samples of a micro-batch the model does not run, so its batch "

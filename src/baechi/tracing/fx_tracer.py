@@ -26,7 +26,7 @@ from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import checkpoints_watched, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
-from baechi.tracing.model_code import own_modules, seen_by
+from baechi.tracing.model_code import NUMBERS, own_modules, seen_by
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
@@ -180,7 +180,7 @@ class _Asked(type):
         _refuse_proxy(value)
         if isinstance(value, FakeTensor):
             return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
-        return type(*args, **kwargs)
+        return NUMBERS.get(type(value)) or type(*args, **kwargs)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, type)

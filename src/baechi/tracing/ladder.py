@@ -100,7 +100,9 @@ def _non_strict(
     model: nn.Module,
     call: Call,
     truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
+    *,
     places: frozenset[Place] = frozenset(),
+    of_part: bool = False,
 ) -> Capture:
     outside, own = OutsideTensors(), named_state(model)
     replayed = None if truth_values is None else TruthValues(truth_values)
@@ -117,7 +119,7 @@ def _non_strict(
             examples = call.tensors if call.may_ask else ()
             stack.enter_context(branches.taken(tensors, examples, given))
             stack.enter_context(types_told(model))
-            stack.enter_context(symbols_kept(model))
+            stack.enter_context(symbols_kept(model, of_tensors=not of_part))
             now = named_state(model).items()
             pairs = ((own[name], tensor) for name, tensor in now if name in own)
             outside.stand_ins = {id(mine): other for mine, other in pairs if mine is not other}
@@ -170,16 +172,16 @@ def _non_strict(
 def _truth_values(
     mode: GradientMode,
     branches: EagerBranches,
-    places: frozenset[Place],
     model: nn.Module,
     call: Call,
+    **options: Any,
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
     with TruthValues() as values, without_observers(model):
         _run_on_copies(model, call)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded, places)
+    return _non_strict(mode, branches, model, call, values.recorded, **options)
 
 
 def _run_on_copies(model: nn.Module, call: Call) -> None:
@@ -199,11 +201,12 @@ _TRUTHS: Final = "truth values of the example"
 
 
 def ladder(
-    mode: GradientMode, places: frozenset[Place] = frozenset()
+    mode: GradientMode, places: frozenset[Place] = frozenset(), of_part: bool = False
 ) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
     """The rungs, in the order in which they are tried; with symbols for the sizes at `places`."""
+    options: dict[str, Any] = {"places": places, "of_part": of_part}
     branches = EagerBranches()
-    name, export = "torch.export (non-strict)", partial(_non_strict, mode, branches, places=places)
+    name, export = "torch.export (non-strict)", partial(_non_strict, mode, branches, **options)
     yield name, export
     while branches.give_way():
         yield f"{name}{branches}", export
@@ -214,9 +217,9 @@ def ladder(
         (_NUMBERS, EagerBranches(numbers=True)),
         (_CHOICES, EagerBranches(numbers=True, choices=True)),
     ):
-        yield f"{name}, {kind}", partial(_non_strict, mode, branches, places=places)
+        yield f"{name}, {kind}", partial(_non_strict, mode, branches, **options)
     branches = EagerBranches()
-    name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, places)
+    name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, **options)
     yield name, values
     while branches.give_way():
         yield f"{name}{branches}", values
@@ -229,6 +232,7 @@ def trace(
     *,
     places: frozenset[Place] = frozenset(),
     may_ask: bool = True,
+    of_part: bool = False,
     like: Traced | None = None,
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
@@ -244,6 +248,8 @@ def trace(
         places: Sizes above 1, and ints, that are symbols in the trace (`families`); it is then of
             all calls that differ in these and fit its guards.
         may_ask: Whether forward may ask for values of the arguments, as in `Call`.
+        of_part: Whether the example is a micro-batch: numbers in tensors, which others may answer
+            otherwise, are then no symbols.
         like: The trace of another call, whose rung is tried first if it asked for values.
 
     Raises:
@@ -268,15 +274,15 @@ def trace(
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         if places:
-            return _climb(model, call, mode, places, like)
+            return _climb(model, call, mode, places, like, of_part)
         # What shares memory and is only read is as good as apart, and then it is placed apart.
         apart = replace(call, tensors=_copied(call.tensors))
-        traced = _climb(model, apart, mode, places, like)
+        traced = _climb(model, apart, mode, places, like, of_part)
         facts, pairs = traced.module.facts, zip(apart.tensors, call.tensors, strict=True)
         nodes = traced.module.graph_module.graph.find_nodes(op="placeholder")
         copied = [n for n, (t, own) in zip(nodes, pairs, strict=True) if t is not own]
         written = {v.storage for node in copied for v in facts.nodes[node].values} & facts.written
-        return _climb(model, call, mode, places, like) if written else traced
+        return _climb(model, call, mode, places, like, of_part) if written else traced
 
 
 @no_collections()
@@ -286,13 +292,14 @@ def _climb(
     mode: GradientMode,
     places: frozenset[Place],
     like: Traced | None,
+    of_part: bool,
 ) -> Traced:
     """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
     late = next((kind for kind in (_CHOICES, _NUMBERS, _TRUTHS) if like and kind in like.rung), "")
     attempts = [row for row in (like.attempts if like and late else ()) if late not in row.rung]
     whole: Traced | None = None
     before = Attributes(model)
-    for rung, capture in ladder(mode, places):
+    for rung, capture in ladder(mode, places, of_part):
         if late not in rung:
             continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
@@ -321,7 +328,7 @@ def _climb(
     if whole is not None:
         return whole
     if late and not places:  # with symbols no more is possible than without
-        return _climb(model, call, mode, places, None)
+        return _climb(model, call, mode, places, None, of_part)
     meta = any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors))
     if not (places or meta):
         _refuse_failing(model, call)

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, reduce
 from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final
@@ -19,12 +20,13 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from baechi.torch_support.symbolic_sizes import SYMBOLIC
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, is_unbacked
 
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
 # Names by which calls go elsewhere begin so. No name in a program does: it is no identifier.
 _ELSEWHERE: Final = "baechi:"
 _NO_NUMBERS: Final = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+NUMBERS: Final = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # An argument of an instruction that needs no other instruction before it.
 _PLAIN: Final = 255
 
@@ -160,23 +162,23 @@ def whole_number(value: torch.Tensor) -> Any:
     """As `int` of a tensor, but perhaps a symbol; a function of torch, which its modes see."""
     if has_torch_function_unary(value):
         return handle_torch_function(whole_number, (value,), value)
-    return _int(value.item())
+    return _int(True, value.item())
 
 
-def _int(*args: Any, **options: Any) -> Any:
+def _int(of_tensors: bool, /, *args: Any, **options: Any) -> Any:
     """As `int`, but of what is symbolic a symbol."""
     value: Any = args[0] if len(args) == 1 and not options else None
     if isinstance(value, torch.SymInt):
         return value
     if isinstance(value, torch.SymFloat):
         return math.trunc(value)
-    return whole_number(value) if _is_real(value) else int(*args, **options)
+    return whole_number(value) if of_tensors and _is_real(value) else int(*args, **options)
 
 
-def _float(*args: Any) -> Any:
+def _float(of_tensors: bool, /, *args: Any) -> Any:
     """As `float`, but of what is symbolic a symbol."""
     value: Any = args[0] if len(args) == 1 else None
-    value = value.item() if _is_real(value) else value
+    value = value.item() if of_tensors and _is_real(value) else value
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.sym_float(value)  # type: ignore[no-untyped-call]
     return float(*args) if value is None else float(value)
@@ -185,6 +187,12 @@ def _float(*args: Any) -> Any:
 def _is_real(value: Any) -> bool:
     """True of a tensor of integers or floats."""
     return isinstance(value, torch.Tensor) and value.dtype not in _NO_NUMBERS
+
+
+def _is_instance(value: Any, kinds: Any) -> bool:
+    """As `isinstance`, but a symbol is of the type that the number is of."""
+    number = NUMBERS.get(type(value))
+    return isinstance(value, kinds) or (number is not None and issubclass(number, kinds))
 
 
 def _length(value: Any) -> Any:
@@ -199,18 +207,35 @@ def _quotient_and_rest(a: Any, b: Any) -> Any:
     return (a // b, a % b) if symbolic else divmod(a, b)
 
 
+def _extreme(builtin: Callable[..., Any], of_two: Callable[..., Any]) -> Callable[..., Any]:
+    """As `min` or `max`, but of whole numbers that values decide a symbol."""
+
+    def extreme(*args: Any, **options: Any) -> Any:
+        whole = not options and all(isinstance(arg, (int, torch.SymInt)) for arg in args)
+        symbolic = whole and any(map(is_unbacked, args))
+        return reduce(of_two, args) if symbolic else builtin(*args, **options)
+
+    return extreme
+
+
 @contextmanager
-def symbols_kept(model: nn.Module) -> Iterator[None]:
-    """Let numbers that are symbols stay so in the model's code while `torch.export` runs it."""
+def symbols_kept(model: nn.Module, *, of_tensors: bool = True) -> Iterator[None]:
+    """Let numbers that are symbols stay so in the model's code while `torch.export` runs it.
+
+    With `of_tensors` those that it makes of tensors, by `int` and `float`, are symbols, too.
+    """
     root: Any = math.sqrt
 
     def square_root(value: Any) -> Any:
         return torch.sym_sqrt(value) if isinstance(value, SYMBOLIC) else root(value)
 
+    kinds = {"int": partial(_int, of_tensors), "float": partial(_float, of_tensors)}
     with (
         seen_by(model, "len", _length),
         seen_by(model, "divmod", _quotient_and_rest),
-        called_by(model, {"int": _int, "float": _float}),
+        seen_by(model, "min", _extreme(min, torch.sym_min)),
+        seen_by(model, "max", _extreme(max, torch.sym_max)),
+        called_by(model, {**kinds, "isinstance": _is_instance}),
         patch.object(math, "sqrt", square_root),
     ):
         yield
