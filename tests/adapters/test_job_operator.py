@@ -1,5 +1,6 @@
 """The operator: BaechiJobs from their making to their end, and Kueue's admission checks."""
 
+import json
 import random
 import sqlite3
 import threading
@@ -190,7 +191,7 @@ def test_a_pod_that_fails_ends_its_job(
     objects.rows["pods", "team", "a-1"]["status"]["containerStatuses"] = [ended]
     operator.turn()
     assert phases(objects) == {"a": "Failed"}
-    assert condition(objects, "a")["message"] == "pod a-1 failed: exit code 3"
+    assert condition(objects, "a")["message"] == "pod a-1 failed: exit code 3 (Error)"
     assert ledger.snapshot().jobs  # the others run on it still
     operator.turn()
     operator.turn()
@@ -274,23 +275,37 @@ def test_what_is_another_s_is_not_taken_for_the_job_s(
 
 
 @pytest.mark.parametrize(
-    "status",
-    [
-        {"conditions": [{"type": "PodScheduled", "status": "False", "message": "no node"}]},
-        {"containerStatuses": [{"state": {"waiting": {"message": "no node"}}}]},
+    ("status", "said"),
+    [  # of a kube-scheduler and a kubelet
+        (
+            """{"phase": "Pending", "conditions": [{"lastProbeTime": null, "status": "False",
+            "message": "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity, \
+1 node(s) were unschedulable.",
+            "reason": "Unschedulable", "type": "PodScheduled"}]}""",
+            "; pod a-0: 0/2 nodes are available: 1 node(s) didn't match Pod's node affinity, "
+            "1 node(s) were unschedulable.",
+        ),
+        (
+            """{"phase": "Pending", "conditions": [{"lastProbeTime": null, "status": "False",
+            "message": "containers with unready status: [rank]", "reason": "ContainersNotReady",
+            "type": "Ready"}, {"lastProbeTime": null, "status": "True", "type": "PodScheduled"}],
+            "containerStatuses": [{"image": "none:1", "lastState": {}, "name": "rank",
+            "state": {"waiting": {"message": "Back-off pulling image \\"none:1\\"",
+            "reason": "ImagePullBackOff"}}}]}""",
+            '; pod a-0: Back-off pulling image "none:1"',
+        ),
     ],
 )
 def test_why_a_pod_does_not_start_is_told(
-    objects: Objects, operator: Operator, status: dict[str, Any]
+    objects: Objects, operator: Operator, status: str, said: str
 ) -> None:
     objects.add("baechijobs", job("a", SMALL))
     operator.turn()
-    objects.rows["pods", "team", "a-0"]["status"] = {"phase": "Pending", **status}
+    objects.rows["pods", "team", "a-0"]["status"] = json.loads(status)
     operator.turn()
     assert phases(objects) == {"a": "Starting"}
-    said = condition(objects, "a")
-    assert said["reason"] == "PodPending"
-    assert said["message"].endswith("; pod a-0: no node")
+    assert condition(objects, "a")["reason"] == "PodPending"
+    assert condition(objects, "a")["message"].endswith(said)
 
 
 def test_a_graph_may_come_late_in_a_config_map(objects: Objects, operator: Operator) -> None:

@@ -154,8 +154,10 @@ def _why(status: Mapping[str, Any]) -> str:
     for container in status.get("containerStatuses") or ():
         said += (container.get("state") or {}).values()
     for row in said:
-        if row.get("message") or row.get("exitCode"):
-            return f": {row.get('message') or 'exit code ' + str(row['exitCode'])}"
+        if text := row.get("message"):
+            return f": {text}"
+        if code := row.get("exitCode"):
+            return f": exit code {code} ({row.get('reason')})"
     return ""
 
 
