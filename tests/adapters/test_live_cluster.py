@@ -68,7 +68,7 @@ class Live:
         (known,) = kubectl_json("config", "view", "--raw", "--minify", "--flatten")["clusters"]
         self._known, self._folder, self._closing = known["cluster"], folder, closing
         self.node = next(
-            row["metadata"]["labels"]["kubernetes.io/hostname"]
+            row["metadata"]["name"]
             for row in kubectl_json("get", "nodes")["items"]
             if not any(t["effect"] == "NoSchedule" for t in row["spec"].get("taints", ()))
         )

@@ -286,6 +286,9 @@ def _pod(
     notes = {"baechi.dev/claim": json.dumps(CLAIMS.write((claim,))[0], separators=(",", ":"))}
     limits: dict[str, str] = {}
     scheduler = {}
+    # By the node's name: the label kubernetes.io/hostname may be another.
+    field = {"key": "metadata.name", "operator": "In", "values": [nodes[rank]]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
     if spelling == "hami":
         notes["nvidia.com/use-gpuuuid"] = uid
         limits = {
@@ -328,7 +331,7 @@ def _pod(
         "spec": {
             **scheduler,
             "restartPolicy": "Never",
-            "nodeSelector": {"kubernetes.io/hostname": nodes[rank]},
+            "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}},
             "hostname": f"{name}-{rank}",
             "subdomain": name,
             "containers": [container],
