@@ -331,6 +331,18 @@ class Gated(nn.Module):
         return y * torch.sigmoid(self.gate(y.amax((2, 3), keepdim=True)))
 
 
+class Cleaned(nn.Module):
+    """It writes into its argument, which the caller has, and reads a copy of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(64, 8), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[x.isnan()] = 0
+        return self.out(self.inner(x.transpose(1, 2)) + 1).exp()
+
+
 class Remembering(nn.Module):
     """An LSTM: on a CPU oneDNN keeps more inside than fake tensors show."""
 
@@ -347,6 +359,7 @@ HOLDING = {
     "bags": (Bags(), (torch.randint(0, 100, (400,)), torch.arange(200) * 2)),
     "real part": (Spectrum(), (torch.randn(2, 1, 32, 32),)),
     "gate": (Gated(), (torch.randn(2, 8, 16, 16),)),
+    "written argument": (Cleaned(), (torch.randn(8, 64, 64),)),
     "lstm": (Remembering(48, False), (torch.randn(24, 8, 48),)),
     "lstm both ways": (Remembering(96, True), (torch.randn(20, 4, 96),)),
 }

@@ -174,13 +174,14 @@ class Lowering:
             for value in self._parts.values(node):
                 shapes[value.storage].add(value.shape)
         kept = shapes.keys()
+        inputs = self._module.graph.find_nodes(op="placeholder")
+        given = {v.storage for n in inputs for v in self._parts.values(n)} & self._facts.written
         rows: list[tuple[TracedTensor, int | None]] = []
         for storage in sorted(set(consumers) | kept):
             home = self._parts.home(storage)
             if home is None:
                 continue
             source = self._parts.is_source(storage)
-            # A buffer that travels stays where it lives: kept, so that its bytes count once.
             readers = sorted(consumers[storage])
             # Of a returned view to the view, and not to its base.
             differentiable = any(
@@ -190,7 +191,11 @@ class Lowering:
                 home,
                 tuple(readers),
                 self._facts.storages[storage].nbytes,
-                kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
+                # A buffer that travels stays where it lives: kept, so that its bytes count once.
+                # So is an argument that forward writes: the caller reads it.
+                kept=storage in kept
+                or (source and self._parts.travels_as_tensor(storage))
+                or (storage in given and not differentiable),
                 differentiable=differentiable,
                 gradient_bytes=self._gradient_bytes(
                     home, readers, {storage}, differentiable, expands=storage not in kept
