@@ -676,6 +676,34 @@ def test_an_encoder_that_drops_padding_drops_it() -> None:
     assert lines == {"test_unusual_models.py"}, "not the lines of what watches the encoder"
 
 
+class Doubling(nn.Module):
+    """As gpytorch's base class does, it takes arguments by their places alone."""
+
+    def __call__(self, *args: Any, prior: bool = False) -> Any:
+        result = super().__call__(*(arg * 2 for arg in args))
+        return result * 3 if prior else result
+
+
+class Called(Doubling):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+def test_a_model_with_a_call_of_its_own_is_called_as_the_caller_does() -> None:
+    unsplit, placed = Called(), lazily(Called())
+    for given in ({}, {"prior": True}):
+        left = [step(model, (X,), given) for model in (unsplit, placed)]
+        assert not left[0].differs_from(left[1])
+    with pytest.raises(baechi.TraceError, match=r"__call__\(\) got an unexpected .* 'x'"):
+        placed(x=X)
+    placed.unplace()
+
+
 # What changes after the trace.
 
 

@@ -47,6 +47,7 @@ _SIMPLE: Final = frozenset((torch.Tensor, type(None), bool, int, str))
 _EQUAL_OR_NOT: Final = frozenset(
     (type, ABCMeta, torch.dtype, torch.device, torch.Size, weakref.ref)
 )
+_MOST_KINDS: Final = 256  # classes of models of which it is known how they are called
 _FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -65,7 +66,8 @@ def inside() -> Iterator[None]:
 class Call:
     """One call of a model, canonical: `f(1, b=2)` and `f(a=1, b=2)` are the same call.
 
-    Hooks see how a model is called, so one that has any is called as the caller did.
+    Hooks see how a model is called, so one that has any is called as the caller did. So is one of a
+    class with a `__call__` of its own.
 
     Attributes:
         tensors: The tensors among the arguments, in order.
@@ -247,6 +249,9 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
+    kind: Any = type(model)
+    if _has_own_call(kind):
+        return _call(model, tuple(args), dict(kwargs or {}))
     forward, given = model.forward, (*args, *(kwargs or {}).values())
     function = getattr(forward, "__func__", None)
     names = tuple(kwargs or ())
@@ -268,6 +273,14 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if hooks_of(model, "_forward_hooks") or hooks_of(model, "_forward_pre_hooks"):
         return _call(model, tuple(args), dict(kwargs or {}))
     return _call(model, tuple([given[i] for i in positional]), {n: given[i] for n, i in named})
+
+
+@functools.lru_cache(_MOST_KINDS)
+def _has_own_call(kind: Any) -> bool:
+    """True if a class has a `__call__` of its own, whose signature may be another."""
+    calls = (each for each in kind.__mro__ if "__call__" in vars(each))
+    own = (each for each in calls if each.__module__.partition(".")[0] != "baechi")
+    return next(own) is not nn.Module
 
 
 def _call(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Call:
