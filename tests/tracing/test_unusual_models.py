@@ -255,6 +255,32 @@ def test_a_function_with_a_cache_may_come_into_an_installed_package_later(
     assert type(package.table(len(X))) is Tensor
 
 
+def test_what_layers_of_einops_note_is_no_matter_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("einops")
+    monkeypatch.setitem(sys.modules, "einops", package)
+    layer = """
+from torch import nn
+kinds = {}
+def backend(x):
+    if type(x) not in kinds:
+        kinds[type(x)] = nn
+    return kinds[type(x)]
+class Turned(nn.Module):
+    def forward(self, x):
+        backend(x)
+        return x.mT
+"""
+    exec(layer, vars(package))
+    model = nn.Sequential(nn.Linear(4, 4), package.Turned(), nn.Linear(3, 4))
+    placed = lazily(copy.deepcopy(model))
+    placed(X)  # a warning would be an error
+    assert not placed.remarks
+    assert_equal_steps(model, placed, [(X,)])
+    placed.unplace()
+
+
 def make_buffer(model: Any, x: Tensor) -> Tensor:
     if not hasattr(model, "shift"):
         model.register_buffer("shift", x.detach().mean(0), persistent=False)

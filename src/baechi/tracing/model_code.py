@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from baechi.torch_support.symbolic_sizes import SYMBOLIC, is_unbacked
 
 OURS: Final = ("torch", "baechi")  # whose code is not the model's
+_NO_MODELS: Final = (*OURS, "builtins", "einops")  # whose variables are no matter of a model
 # Names by which calls go elsewhere begin so. No name in a program does: it is no identifier.
 _ELSEWHERE: Final = "baechi:"
 _NO_NUMBERS: Final = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
@@ -52,7 +53,7 @@ def functions_of(
         nearby: Whether also what else its classes, and the modules of Python that they are in, do.
     """
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    packages = {kind.__module__.partition(".")[0] for kind in kinds} - {*OURS, "builtins"}
+    packages = {kind.__module__.partition(".")[0] for kind in kinds}.difference(_NO_MODELS)
     held: dict[str, list[Any]] = {}
     for kind in kinds:
         for name, value in vars(kind).items():
