@@ -844,6 +844,7 @@ class Causal(nn.Module):
         return {"y": self.out(attend(q, k, v, is_causal=x.shape[1] > 1))}
 
 
+@NEWER
 def test_whether_attention_is_causal_may_depend_on_sizes() -> None:
     torch.manual_seed(0)
     model = Causal()
