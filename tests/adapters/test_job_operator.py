@@ -305,6 +305,7 @@ def test_what_is_another_s_is_not_taken_for_the_job_s(
             '; pod a-0: Back-off pulling image "none:1"',
         ),
     ],
+    ids=["not scheduled", "no image"],
 )
 def test_why_a_pod_does_not_start_is_told(
     objects: Objects, operator: Operator, status: str, said: str

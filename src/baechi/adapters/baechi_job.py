@@ -139,12 +139,15 @@ def _of_pods(
         if name not in statuses:
             create.append(_pod(job, rank, claims, state.nodes, spelling))
     said = f"on {', '.join(claim.device for claim in claims)}"
-    late = [name for name, phase in zip(names, seen, strict=True) if phase == "Pending"]
-    for name in late:
-        if why := _why(statuses[name]):
-            return Plan(state.at("Starting", "PodPending", f"{said}; pod {name}{why}"), (*create,))
-    phase, reason = ("Starting", "Reserved") if late or "" in seen else ("Running", "Running")
-    return Plan(state.at(phase, reason, said), tuple(create))
+    if all(phase in ("Running", "Succeeded") for phase in seen):
+        return Plan(state.at("Running", "Running", said))
+    for name, phase in zip(names, seen, strict=True):
+        if phase == "Pending" and (why := _why(statuses[name])):
+            said, reason = f"{said}; pod {name}{why}", "PodPending"
+            break
+    else:
+        reason = "Reserved"
+    return Plan(state.at("Starting", reason, said), tuple(create))
 
 
 def _why(status: Mapping[str, Any]) -> str:

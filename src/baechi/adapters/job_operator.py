@@ -22,7 +22,7 @@ from baechi.storage.serialization import loads
 from baechi.validation import check_choice
 
 _JOBS: Final = f"/apis/{GROUP}/{VERSION}"
-# The newest first: v1beta2 since Kueue 0.15, which was to be the last with both.
+# The newest first: v1beta2 came with Kueue 0.15, and v1beta1 was to go with 0.17.
 _KUEUE: Final = ("/apis/kueue.x-k8s.io/v1beta2", "/apis/kueue.x-k8s.io/v1beta1")
 _ABSENT: Final = 404
 _CONFLICT: Final = 409
@@ -81,10 +81,11 @@ class Operator:
 
     def _of_jobs(self) -> None:
         jobs = self._listed(f"{_JOBS}/baechijobs")
-        if jobs is None:  # so it is, too, while the API server starts: nothing is released
+        listed = self._listed(f"/api/v1/pods?labelSelector={UID_LABEL}")
+        if jobs is None or listed is None:  # so it is while the API server starts, too
             return
         pods: dict[str, list[Any]] = {}
-        for pod in self._listed(f"/api/v1/pods?labelSelector={UID_LABEL}") or ():
+        for pod in listed:
             pods.setdefault(pod["metadata"]["labels"][UID_LABEL], []).append(pod)
         running = {uid for uid, rows in pods.items() if any(map(runs, rows))}
         self._forget(baechi_job.PREFIX, {baechi_job.key_of(job) for job in jobs}, running)
