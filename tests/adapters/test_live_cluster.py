@@ -24,6 +24,7 @@ import yaml
 
 from baechi import Link, Op, OpGraph, Tensor, Topology
 from baechi.adapters.api_server import ApiServer
+from baechi.adapters.extender_service import PODS
 from baechi.adapters.job_operator import Operator
 from baechi.adapters.kueue import CONTROLLER
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, Extender
@@ -197,10 +198,10 @@ def test_the_extender_binds_a_pod_and_sees_its_end(live: Live) -> None:
     assert get()["spec"]["nodeName"] == live.node
     claims = json.loads(get()["metadata"]["annotations"][CLAIMS])
     assert [row["device"] for row in claims] == [f"{live.node}/gpu0", f"{live.node}/gpu1"]
-    extender.reconcile(api.ask("GET", "/api/v1/pods"), extender.version())
+    extender.reconcile(api.ask("GET", PODS), extender.version())
     assert live.ledger.snapshot().jobs
     kubectl("delete", "pod", "p", "-n", NAMESPACE)
-    extender.reconcile(api.ask("GET", "/api/v1/pods"), extender.version())
+    extender.reconcile(api.ask("GET", PODS), extender.version())
     assert not live.ledger.snapshot().jobs
 
 

@@ -14,6 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from baechi.adapters.scheduler_extender import Extender
 from baechi.errors import BaechiError, InputError
 
+# Those that have not ended.
+PODS: Final = "/api/v1/pods?fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
 _JSON: Final = "application/json"
 _BODY_BYTES: Final = 64 * 2**20  # kube-scheduler sends whole nodes, if it may not send names
 

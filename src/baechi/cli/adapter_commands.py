@@ -210,7 +210,7 @@ def extender(
         baechi extender free.json --ledger ledger.sqlite --graphs graphs/
     """
     from baechi.adapters.api_server import ApiServer
-    from baechi.adapters.extender_service import create_extender_app
+    from baechi.adapters.extender_service import PODS, create_extender_app
     from baechi.adapters.graph_folder import GraphFolder
     from baechi.adapters.scheduler_extender import Extender
     from baechi.scheduling.ledger import Ledger
@@ -224,7 +224,7 @@ def extender(
         book = Ledger(base, ledger)
         closing.callback(book.close)
         asked = Extender(book, GraphFolder(graphs), server.bind, effort=effort)
-        pods = partial(server.ask, "GET", "/api/v1/pods")
+        pods = partial(server.ask, "GET", PODS)
         app = create_extender_app(asked, pods, report=lambda text: say(text, error=True))
         run_service(app, listener, host, 10, closing.close)
 
