@@ -16,6 +16,7 @@ import baechi
 from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, Topology
 from baechi.adapters.api_server import ApiError, ApiServer
 from baechi.adapters.extender_service import create_extender_app
+from baechi.adapters.free_devices import annotation_of
 from baechi.adapters.graph_folder import GraphFolder
 from baechi.adapters.scheduler_extender import CLAIMS, GRAPH, Extender
 from baechi.scheduling import Claim, Ledger
@@ -213,6 +214,17 @@ def test_a_pod_that_somebody_else_has_bound_is_reserved(ledger: Ledger, extender
     rows = [pod("a", node="node2"), pod("b"), pod("c", digest="unknown", node="node1")]
     extender.reconcile({"items": rows}, extender.version())
     assert list(ledger.snapshot().jobs) == ["pod/team/a/uid-a"]
+
+
+def test_what_a_workload_of_kueue_holds_is_not_reserved_for_its_pod_again(
+    ledger: Ledger, extender: Extender
+) -> None:
+    claims = ledger.reserve("workload/team/w/uid", [Claim("node0/0", "4GiB", 250)]).claims
+    placed, other = pod("a", node="node0"), pod("b", node="node1")
+    placed["metadata"]["annotations"][CLAIMS] = annotation_of(claims)
+    other["metadata"]["annotations"][CLAIMS] = "[]"  # of a binding that was refused
+    extender.reconcile([placed, other], extender.version())
+    assert sorted(ledger.snapshot().jobs) == ["pod/team/b/uid-b", "workload/team/w/uid"]
 
 
 def test_volcano_is_answered_in_its_own_words(extender: Extender) -> None:

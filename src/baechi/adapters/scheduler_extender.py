@@ -158,7 +158,8 @@ class Extender:
         """Makes the ledger as the pods are: what ended releases, what is bound reserves.
 
         A pod without a reservation was bound by somebody else, such as Volcano. Where there is no
-        room for it, nothing is reserved.
+        room for it, nothing is reserved, and neither where its claims are held for it already, as
+        for the workload of Kueue's check.
 
         Args:
             pods: All pods, as the API server lists them.
@@ -178,10 +179,15 @@ class Extender:
         for job in sorted(held):
             if job.startswith(_PREFIX) and job not in alive and held[job].version <= version:
                 self._ledger.release(job)
+        claimed = {annotation_of(row.claims) for row in held.values()}
         for job, (row, node) in sorted(alive.items()):
-            annotated = GRAPH in (row["metadata"].get("annotations") or {})
-            there = job in held and self._node_of(held[job].claims) == node
-            if annotated and node in self._devices_of and not there:
+            notes = row["metadata"].get("annotations") or {}
+            there = (
+                self._node_of(held[job].claims) == node
+                if job in held
+                else notes.get(CLAIMS) in claimed
+            )
+            if GRAPH in notes and node in self._devices_of and not there:
                 with suppress(BaechiError):
                     self._answer(row, [node])  # which remembers what it wants
                     self._reserved(job, row["metadata"]["uid"], node)
