@@ -767,3 +767,19 @@ def test_attributes_of_classes_tensors_and_functions_are_seen(change: Callable[.
         change(model)
     assert_equal_steps(unsplit, placed, [(X,), (X,)])
     assert len(placed._specializations) == 2
+
+
+def test_a_dict_of_another_class_is_as_it_was_with_what_is_in_it() -> None:
+    class Hparams(dict[str, Any]):
+        pass
+
+    unsplit = Middle(lambda model, x: x * model.hparams["scale"])
+    unsplit.hparams = Hparams(scale=2.0, loss=nn.MSELoss(), table=torch.ones(4))
+    placed = lazily(copy.deepcopy(unsplit))  # a warning would be an error
+    assert_equal_steps(unsplit, placed, [(X,)])
+    for model in (unsplit, placed):
+        model.hparams["scale"] = 3.0
+    assert_equal_steps(unsplit, placed, [(X,)])
+    assert len(placed._specializations) == 2
+    assert not placed.remarks
+    placed.unplace()

@@ -34,7 +34,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
@@ -172,10 +171,9 @@ class _Row:
         self.path, self.owner, self.names = path, owner, tuple(names)
         self._read = _reader(owner, self.names)
         values = self._read(owner)
-        leaves = pytree.tree_leaves(values)
         same = {
             id(leaf): leaf
-            for leaf in leaves
+            for leaf in _leaves(values)
             if isinstance(leaf, (*_ITSELF, nn.Module)) or _is_record(leaf)
         }
         self._values = copy.deepcopy(values, same)
@@ -491,8 +489,16 @@ def _holds(
 
 
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    leaves = pytree.tree_leaves(value)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return tuple(leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in lists, tuples, sets and dicts, those of other classes, too, as `hparams`."""
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def _is_plain(value: Any, kinds: tuple[Any, ...] = _PLAIN) -> bool:
