@@ -783,3 +783,42 @@ def test_a_dict_of_another_class_is_as_it_was_with_what_is_in_it() -> None:
     assert len(placed._specializations) == 2
     assert not placed.remarks
     placed.unplace()
+
+
+class Dual(torch.fx.GraphModule):
+    """As torchvision's feature extractors: one graph in training, and another in evaluation."""
+
+    def __init__(self, root: nn.Module) -> None:
+        graphs = {mode: torch.fx.Tracer().trace(root.train(mode)) for mode in (False, True)}
+        super().__init__(root, graphs[True])
+        self.graphs = graphs
+
+    def train(self, mode: bool = True) -> "Dual":
+        self.graph = self.graphs[mode]  # which compiles it
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_graph_module_may_be_compiled_anew(inside: bool) -> None:
+    def own(model: Any) -> Any:
+        return model[0] if inside else model
+
+    def make() -> nn.Module:
+        graph = Dual(Middle(lambda model, x: x * 2 if model.training else x.relu()))
+        return nn.Sequential(graph, nn.Linear(4, 4)) if inside else graph
+
+    unsplit, placed = make(), lazily(make())
+    for mode in (True, False, True, False):
+        for model in (unsplit, placed):
+            model.train(mode)
+        assert_equal_steps(unsplit, placed, [(X,)])
+    assert len(placed._specializations) == 2
+    for model in (unsplit, placed):
+        own(model).graph.find_nodes(op="call_method", target="relu")[0].target = "tanh"
+        own(model).recompile()
+    assert_equal_steps(unsplit, placed, [(X,)])
+    placed = placed.unplace()
+    for mode in (True, False):
+        for model in (unsplit, placed):
+            model.train(mode)
+        assert_equal_steps(unsplit, placed, [(X,)])

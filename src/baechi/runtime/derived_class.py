@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from baechi.errors import ExecutionError, InputError
 from baechi.processes.world import Ranks
@@ -42,6 +42,8 @@ def derive(model: nn.Module, added: type[nn.Module], state: PlacedState) -> None
     names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     uncompiled = torch.compiler.disable(Placed._call)  # type: ignore[no-untyped-call]
     names |= {"__doc__": own.__doc__, "_uncompiled": uncompiled}
+    if issubclass(own, fx.GraphModule):
+        names["recompile"] = _recompile
     names |= {name: _Elsewhere() for name in ours if any(name in holder for holder in holders)}
     try:
         kind = types.new_class(own.__name__, (Placed, own, added), {}, lambda ns: ns.update(names))
@@ -63,6 +65,16 @@ def restore(model: nn.Module) -> None:
 def _own_class(model: nn.Module) -> type[nn.Module]:
     kind: type[nn.Module] = type(model).__bases__[1]
     return kind
+
+
+def _recompile(model: fx.GraphModule) -> Any:
+    """As `recompile`, which writes the new forward and a call of it into the object's class."""
+    kind = type(model)
+    object.__setattr__(model, "__class__", _own_class(model))
+    try:
+        return model.recompile()
+    finally:
+        object.__setattr__(model, "__class__", kind)
 
 
 class _Elsewhere:
