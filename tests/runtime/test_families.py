@@ -723,8 +723,9 @@ class Parts(nn.Module):
         return parts if numbers and not isinstance(parts[-1], float | torch.Tensor) else []
 
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> Any:
-        lengths, x = self.lengths(x, given), self.before(x)
+        length, lengths, x = x.shape[1], self.lengths(x, given), self.before(x)
         x = sum(self.after(x[:, :n].relu()).sum(1) for n in lengths) / float(given.sum())
+        x = x / torch.tensor([length, length * 0.5]) + torch.tensor(length)
         whole = torch.zeros(len(given), dtype=int)  # type: ignore[call-overload]
         return {"x": x.new_zeros(int(given.max()) + 1, 2).index_add(0, given + whole, x)}
 

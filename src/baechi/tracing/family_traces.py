@@ -1,10 +1,10 @@
 """A traced family at other sizes, and beside a trace without symbols."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -24,6 +24,8 @@ from baechi.tracing.lowering import Lowering, TracedModule, lower
 from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, attribute, living
 from baechi.tracing.pytrees import tensors_in
+
+_FEW: Final = 64  # numbers of which Python makes a tensor
 
 
 def resized(traced: Traced, values: Sequence[int]) -> Traced:
@@ -126,10 +128,12 @@ def _program(
     Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
     what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
     it node by node; and strides where there is a gradient. Sizes that values of tensors decide do
-    not count.
+    not count. What `torch.tensor` makes of numbers counts by its values: a graph holds it, unless
+    one is a symbol.
     """
     carriers = module.graph.find_nodes(op="placeholder")[inputs:]
     names: dict[fx.Node, str] = {}
+    constants: dict[fx.Node, torch.Tensor] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
     alive = set(living(module.graph, facts))
@@ -145,6 +149,10 @@ def _program(
     for node in module.graph.nodes:
         if node.op == "output":
             rows.append(("output", fx.node.map_arg(node.args, show)))
+            continue
+        made = _made(module, node, constants, show)
+        if made is not None:
+            constants[node], names[node] = made, repr((made.dtype, made.tolist()))
             continue
         fact = facts.nodes[node]
         number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
@@ -173,6 +181,29 @@ def _program(
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(rows)}"
     return rows
+
+
+def _made(
+    module: fx.GraphModule,
+    node: fx.Node,
+    made: Mapping[fx.Node, torch.Tensor],
+    show: Callable[[fx.Node], Any],
+) -> torch.Tensor | None:
+    """What `torch.tensor` made of a few numbers, by the nodes that do so; None of another node."""
+    aten = torch.ops.aten
+    if node.op == "get_attr" and all(n.target is aten.lift_fresh_copy.default for n in node.users):
+        held = attribute(module, str(node.target))
+        few = isinstance(held, torch.Tensor) and not held.is_meta and held.numel() <= _FEW
+        return held if few else None
+    if node.target is aten.lift_fresh_copy.default:
+        return made.get(node.all_input_nodes[0])
+    if node.target is aten.scalar_tensor.default:
+        number, dtype = fx.node.map_arg((node.args[0], node.kwargs["dtype"]), show)
+        return None if number is None else torch.tensor(number, dtype=dtype)
+    if node.target is aten.stack.default and len(node.args) == 1:
+        rows: Any = node.args[0]
+        return torch.stack([made[row] for row in rows]) if made.keys() >= {*rows} else None
+    return None
 
 
 def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
