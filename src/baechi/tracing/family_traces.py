@@ -198,7 +198,8 @@ def _made(
     if node.target is aten.lift_fresh_copy.default:
         return made.get(node.all_input_nodes[0])
     if node.target is aten.scalar_tensor.default:
-        number, dtype = fx.node.map_arg((node.args[0], node.kwargs["dtype"]), show)
+        number: Any = fx.node.map_arg(node.args[0], show)
+        dtype: Any = node.kwargs["dtype"]
         return None if number is None else torch.tensor(number, dtype=dtype)
     if node.target is aten.stack.default and len(node.args) == 1:
         rows: Any = node.args[0]
