@@ -737,8 +737,13 @@ class Scaled(Middle):
     scale = 1.0
 
     def __init__(self) -> None:
-        super().__init__(lambda model, x: model.act(x) * model.scale + model.table)
+        super().__init__(
+            lambda model, x: (
+                (model.act(x) * model.scale + model.table) * float(model.row[0] * model.beta)
+            )
+        )
         self.act = torch.relu
+        self.row, self.beta = np.ones(2), np.float32(1)
 
 
 def set_class_attribute(model: nn.Module) -> None:
@@ -749,6 +754,14 @@ def set_tensor(model: nn.Module) -> None:
     model.table = torch.ones(4)
 
 
+def set_number_of_numpy(model: nn.Module) -> None:
+    model.beta = np.float32(0.7)
+
+
+def set_array(model: nn.Module) -> None:
+    model.row = np.zeros(2)
+
+
 def set_function(model: nn.Module) -> None:
     model.act = nn.functional.gelu
 
@@ -756,7 +769,7 @@ def set_function(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        set_function,
+        *(set_function, set_array, set_number_of_numpy),
         *(pytest.param(f, marks=pytest.mark.slow) for f in (set_class_attribute, set_tensor)),
     ],
 )

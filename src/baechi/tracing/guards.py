@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from numbers import Number
 from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
@@ -32,6 +33,7 @@ from types import (
 )
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -150,9 +152,9 @@ def _row(holder: Any) -> Any:
     return tuple(holder) if isinstance(holder, list) else frozenset(holder)
 
 
-_ITSELF: Final = (MethodType, partial, torch.Tensor)  # compared by identity
+_ITSELF: Final = (MethodType, partial, torch.Tensor, np.ndarray, np.generic)  # are not copied
 _PLAIN: Final = (
-    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype),
+    *(Number, range, slice, str, bytes, type(None), Enum, torch.dtype),
     *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
@@ -219,11 +221,12 @@ _Record = tuple[str, dict[Any, Any], Any, Any]  # path and dict of its owner, na
 class Attributes:
     """The plain attributes of a model's modules as they are now.
 
-    Plain are numbers, strings, flags, functions, tensors, and lists, tuples, sets and dicts of
-    these. A tensor counts by its identity, since a placed model reads its contents; so does a
-    module that is in a list and not registered, as in `self.teacher = [teacher]`. Of records
-    (configurations, dataclasses, namespaces) the plain attributes count, too, once for all modules
-    that share one; a record counts by its identity besides. Other objects are not looked into.
+    Plain are numbers, those of NumPy, too, strings, flags, functions, tensors, and lists, tuples,
+    sets and dicts of these. A tensor counts by its identity, since a placed model reads its
+    contents; so do an array of NumPy, whose contents are not looked at, and a module that is in a
+    list and not registered, as in `self.teacher = [teacher]`. Of records (configurations,
+    dataclasses, namespaces) the plain attributes count, too, once for all modules that share one; a
+    record counts by its identity besides. Other objects are not looked into.
     Attributes that come later count if they hide one of the class, as `layer.forward = f` does.
     Global variables that the model's code reads count as attributes of their module, functions not.
     """
