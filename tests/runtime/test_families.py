@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -657,6 +658,31 @@ def test_fused_layers_are_fused_where_an_eager_run_fuses_them(
         assert ("_transformer_encoder_layer_fwd" in names) is not gradients
         assert ("_native_multi_head_attention" in names) is not gradients
     assert n_plans(module) == len(modes)
+    module.unplace()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("block", [unfused, lambda: torch.device("cpu")], ids=["flag", "device"])
+def test_layers_have_a_plan_for_themselves_where_torch_does_not_fuse_them(block: Any) -> None:
+    torch.manual_seed(0)
+    unsplit = Layers(masked=False).eval()
+    module = lazily(copy.deepcopy(unsplit), placer="round-robin")
+    x, ops = torch.randn(2, 6, 8), []
+    with torch.no_grad():
+        for around in (block, nullcontext) * 2:
+            with around():
+                check_equal([module(x)["x"]], [unsplit(x)["x"]])
+            ops.append(len(module.traced.ops))
+    assert ops[0] > ops[1]
+    assert n_plans(module) == 2
     module.unplace()
 
 

@@ -249,6 +249,14 @@ def foreign_tracer() -> str:
     return next((type(mode).__name__ for mode in modes if type(mode) is not DeviceContext), "")
 
 
+def layers_fuse() -> bool:
+    """Whether torch's layers may take fused kernels: not beside any mode, such as a device's."""
+    if not torch.backends.mha.get_fastpath_enabled():
+        return False
+    modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return not any(type(mode) is DeviceContext for mode in modes)
+
+
 def tracer_errors() -> tuple[type[Exception], ...]:
     """The errors by which a tracer says that it cannot follow what the model's Python asks."""
     from torch._subclasses import fake_tensor

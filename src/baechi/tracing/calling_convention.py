@@ -21,7 +21,7 @@ from torch import nn
 
 from baechi.errors import InputError
 from baechi.torch_support.torch_internals import hooks_of
-from baechi.torch_support.tracer_internals import has_own_operators
+from baechi.torch_support.tracer_internals import has_own_operators, layers_fuse
 from baechi.tracing.guards import Autocast
 from baechi.tracing.pytrees import (
     MARK,
@@ -78,7 +78,8 @@ class Call:
             whole; empty where all are.
         may_ask: Whether forward may ask for values of the tensors. Not where other micro-batches,
             of which one trace is, would answer otherwise.
-        default: The dtype that torch gives to what forward makes without naming one.
+        defaults: The dtype that torch gives to what forward makes without naming one, and whether
+            torch's layers may be fused.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -87,7 +88,9 @@ class Call:
     objects: tuple[Any, ...] = ()
     dims: tuple[int | None, ...] = ()
     may_ask: bool = True
-    default: torch.dtype = field(default_factory=torch.get_default_dtype)
+    defaults: tuple[torch.dtype, bool] = field(
+        default_factory=lambda: (torch.get_default_dtype(), layers_fuse())
+    )
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
@@ -95,7 +98,7 @@ class Call:
         shapes = [(tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors]
         constants = [(type(c).__name__, shown(c)) for c in self.structure.constants]
         rows = (*constants, *shapes)
-        modes = (self.autocast, self.default)
+        modes = (self.autocast, self.defaults)
         return (self.structure.form, rows, modes, self.dims, self.may_ask)
 
     @property

@@ -31,6 +31,7 @@ from baechi.torch_support.tracer_internals import (
     FakeTensor,
     FunctionBase,
     held_nodes_kept,
+    layers_fuse,
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import GradientMode
@@ -268,7 +269,7 @@ def _unnested(
     is_causal: Any = None,
 ) -> Any:
     """Without gradients such an encoder may drop what is padding: it gives zeros there, then."""
-    layers = not encoder.layers[0].training and torch.backends.mha.get_fastpath_enabled()
+    layers = not encoder.layers[0].training and layers_fuse()
     given = src_key_padding_mask is not None and mask is None
     if given and layers and getattr(encoder, "use_nested_tensor", False):
         frozen = not any(parameter.requires_grad for parameter in encoder.parameters())
@@ -289,9 +290,9 @@ def _grad_enabled(mode: GradientMode, own: Callable[[], bool]) -> bool:
 
 
 def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:
-    """False to torch's layers: the tracer is no override."""
+    """To torch's layers what an eager run is told: the tracer is no override."""
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    return not str(caller).startswith("torch.nn.modules.") and own(tensors)
+    return not layers_fuse() if str(caller).startswith("torch.nn.modules.") else own(tensors)
 
 
 def _saving(own: Callable[[Any], Any], hooks: Any) -> Any:

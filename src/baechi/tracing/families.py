@@ -43,7 +43,7 @@ def _changes(one: Call, two: Call, *, layouts: bool = True) -> dict[Place, tuple
 
     Whether tensors are contiguous counts with `layouts` alone.
     """
-    forms = [(c.structure.form, c.structure.places, c.autocast, c.default) for c in (one, two)]
+    forms = [(c.structure.form, c.structure.places, c.autocast, c.defaults) for c in (one, two)]
     if forms[0] != forms[1]:
         return None
     pairs = list(zip(one.tensors, two.tensors, strict=True))
