@@ -1,11 +1,13 @@
 """Builtins in a model's code that are others while it is traced."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from baechi import TraceError, trace
 from baechi.tracing.model_code import called_by
 
 
@@ -68,3 +70,25 @@ def test_a_function_with_too_many_names_is_left(monkeypatch: pytest.MonkeyPatch)
     with called_by(Rounds(), {"int": lambda _: 8}):
         assert many.__code__ is code
         assert many(2.5) == 2
+
+
+class Uses(nn.Module):
+    def __init__(self, use: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor, given: Tensor) -> Any:
+        return self.use(self.linear(x), float(given.sum()))
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda y, n: y * len(f"{n}"), "forward writes a number of a tensor into a text"),
+        (lambda y, n: (y, n), "forward returns a number that depends on values"),
+        (lambda y, n: (y, n, y[y[:, 0] > n].shape), "forward returns a number that depends on"),
+    ],
+)
+def test_numbers_of_tensors_that_are_more_than_symbols_are_refused(use: Any, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        trace(Uses(use), (torch.randn(3, 4), torch.randn(2)))

@@ -18,10 +18,11 @@ those above failed, with the model's own line, are kept in `Traced.attempts`.
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -31,7 +32,7 @@ from torch import fx, nn
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.storages import extent
-from baechi.torch_support.symbolic_sizes import SYMBOLIC
+from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import frugal_export, quiet, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
@@ -159,14 +160,18 @@ def _non_strict(
                 raise TypeError(
                     f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
                 )
-        symbolic = [type(c).__name__ for c in returned[-1].constants if isinstance(c, SYMBOLIC)]
-        if symbolic and not places:
-            raise TypeError(f"forward returns a {symbolic[0]}, which depends on values of tensors")
+        for number in chain.from_iterable(map(_numbers, returned[-1].constants)):
+            if is_unbacked(number):
+                raise TypeError("forward returns a number that depends on values of tensors")
         module = without_effectless(module)
         if places:
             module = without_whole_slices(module)
         lasts = replayed is None or replayed.are_checks
         return Capture(without_layouts(module), returned[-1], branches.questions, sets, lasts)
+
+
+def _numbers(constant: Any) -> Iterable[Any]:
+    return constant if isinstance(constant, torch.Size) else (constant,)
 
 
 def _truth_values(

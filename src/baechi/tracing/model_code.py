@@ -220,6 +220,25 @@ def _extreme(builtin: Callable[..., Any], of_two: Callable[..., Any]) -> Callabl
 
 
 @contextmanager
+def _no_texts(model: nn.Module) -> Iterator[None]:
+    """Refuse that the model's code writes a number into a text which values of tensors decide."""
+    packages = {name.partition(".")[0] for name in own_modules(model)}
+
+    def refusing(own: Callable[[Any], str]) -> Callable[[Any], str]:
+        def text(number: Any) -> str:
+            if package_of(sys._getframe(1)) in packages and is_unbacked(number):
+                raise TypeError("forward writes a number of a tensor into a text")
+            return own(number)
+
+        return text
+
+    with ExitStack() as stack:
+        for kind in SYMBOLIC:
+            stack.enter_context(patch.object(kind, "__repr__", refusing(kind.__repr__)))
+        yield
+
+
+@contextmanager
 def symbols_kept(model: nn.Module, *, of_tensors: bool = True) -> Iterator[None]:
     """Let numbers that are symbols stay so in the model's code while `torch.export` runs it.
 
@@ -238,5 +257,6 @@ def symbols_kept(model: nn.Module, *, of_tensors: bool = True) -> Iterator[None]
         seen_by(model, "max", _extreme(max, torch.sym_max)),
         called_by(model, {**kinds, "isinstance": _is_instance}),
         patch.object(math, "sqrt", square_root),
+        _no_texts(model),
     ):
         yield

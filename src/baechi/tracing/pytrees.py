@@ -24,6 +24,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
+
 _SEQUENCES: Final = (list, deque)
 _CONTAINERS: Final = (*_SEQUENCES, dict, OrderedDict, defaultdict)
 
@@ -155,7 +157,7 @@ _PLAIN: Final = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, _Again),
     Number,
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    torch.SymInt,  # of a trace with symbolic sizes, which refuses what it cannot compute
+    *SYMBOLIC,  # of a trace with symbols, which refuses what it cannot compute
 )
 
 
