@@ -258,6 +258,26 @@ def test_what_has_slots_or_is_like_a_list_or_a_dict_is_refused_by_name(given: An
         baechi.trace(Wrapping(), (torch.ones(2),))
 
 
+class OfSlots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, given: Slotted) -> Tensor:
+        return self.last(self.first(given.x))
+
+
+def test_a_class_that_pytree_knows_without_names_of_its_parts_is_taken_apart() -> None:
+    register_pytree_node(Slotted, lambda own: ([own.x], None), lambda rows, _: Slotted(*rows))
+    try:
+        model, x = OfSlots(), torch.randn(3, 4)
+        placed = at_random(model, (Slotted(x),), seed=1)
+        assert placed.traced.module.call.names == ("given.0",)
+        assert torch.equal(placed(Slotted(x * 2)), placed.unplace()(Slotted(x * 2)))
+    finally:
+        _deregister_pytree_node(Slotted)
+
+
 class Sized(nn.Module):
     """Takes a size and returns one."""
 

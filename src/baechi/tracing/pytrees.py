@@ -356,12 +356,21 @@ MARK: Final = object()  # in place of a tensor or a constant
 
 def mark_paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
     """The path of each mark, in the order of `Parts`; `seen` are the objects known already."""
-    rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
+    rows, _ = pytree.tree_flatten_with_path(value, lambda v: _is_leaf(v) or bool(_unnamed(v)))
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
         if leaf is MARK:
             yield keys
+        elif not _is_leaf(leaf) and (flatten := _unnamed(leaf)):
+            for index, held in enumerate(flatten(leaf)[0]):
+                yield from ((*keys, str(index), *inner) for inner in mark_paths(held, seen))
         elif id(leaf) not in seen:
             seen.add(id(leaf))
             for label, held in zip(*_contents(leaf), strict=True):
                 yield from ((*keys, str(label), *inner) for inner in mark_paths(held, seen))
+
+
+def _unnamed(value: Any) -> Any:
+    """What takes a value apart whose class is registered with pytree without names; else None."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return None if node is None or node.flatten_with_keys_fn else node.flatten_fn
