@@ -744,7 +744,8 @@ class Parts(nn.Module):
     def lengths(self, x: torch.Tensor, given: torch.Tensor) -> list[int]:
         n = x.shape[1]
         parts = [int(n * 0.75), math.ceil(float(n) / 2), int(math.sqrt(n)), divmod(n, 3)[0]]
-        parts += [min(int(given.max()), 5), int(given.float().mean() * 0.75)]
+        longest = int(given.max())  # at most n, and once n
+        parts += [longest, min(longest, 5), int(given.float().mean() * 0.75)]
         numbers = isinstance(parts[-1], int) and type(parts[0]) is int
         return parts if numbers and not isinstance(parts[-1], float | torch.Tensor) else []
 
