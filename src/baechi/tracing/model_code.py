@@ -146,7 +146,7 @@ def _redirected(code: CodeType, names: frozenset[str]) -> CodeType:
     )
     known, text = [*code.co_names], bytearray(code.co_code)
     for row in dis.get_instructions(code) if names.intersection(known) else ():
-        # The lowest bit says that what is loaded is called (Python 3.11 to 3.14).
+        # The lowest bit says that what is loaded is called (Python 3.11 to 3.13).
         if row.opname == "LOAD_GLOBAL" and row.argval in names and row.arg and row.arg & 1:
             other = f"{_ELSEWHERE}{row.argval}"
             known += [] if other in known else [other]
