@@ -733,17 +733,29 @@ def test_a_model_with_a_call_of_its_own_is_called_as_the_caller_does() -> None:
 # What changes after the trace.
 
 
+class Times:
+    """An object that is called, with a plain value."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 class Scaled(Middle):
     scale = 1.0
 
     def __init__(self) -> None:
         super().__init__(
             lambda model, x: (
-                (model.act(x) * model.scale + model.table) * float(model.row[0] * model.beta)
+                (model.times(model.act(x)) * model.scale + model.table)
+                * float(model.row[0] * model.beta)
             )
         )
         self.act = torch.relu
         self.row, self.beta = np.ones(2), np.float32(1)
+        self.times = Times()
 
 
 def set_class_attribute(model: nn.Module) -> None:
@@ -758,6 +770,10 @@ def set_number_of_numpy(model: nn.Module) -> None:
     model.beta = np.float32(0.7)
 
 
+def set_in_what_is_called(model: nn.Module) -> None:
+    model.times.factor = 3.0
+
+
 def set_array(model: nn.Module) -> None:
     model.row = np.zeros(2)
 
@@ -769,7 +785,7 @@ def set_function(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(set_function, set_array, set_number_of_numpy),
+        *(set_function, set_array, set_number_of_numpy, set_in_what_is_called),
         *(pytest.param(f, marks=pytest.mark.slow) for f in (set_class_attribute, set_tensor)),
     ],
 )

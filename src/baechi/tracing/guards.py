@@ -444,7 +444,9 @@ def _is_record(value: Any, depth: int = 3) -> bool:
         return False
     if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
         return True
-    if callable(value) or type(getattr(value, "__dict__", None)) is not dict:
+    # What is called in C, as a function with a cache, may be anything.
+    native = callable(value) and not isinstance(kind.__call__, FunctionType)
+    if native or type(getattr(value, "__dict__", None)) is not dict:
         return False
     return callable(getattr(kind, "to_dict", None)) or (
         depth > 0 and all(_is_plain(v) or _is_record(v, depth - 1) for v in vars(value).values())
