@@ -129,10 +129,10 @@ def test_8_a_model_that_stays_whole_is_told() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.net(x)
-            return y * 2 if not torch.isfinite(y).all() else y + float(y.detach().sum())
+            return y * 2 if float(y.detach().sum()) > 1e9 else y
 
     placed = lazily(nn.Sequential(Asking()))
-    with pytest.warns(UserWarning, match="isfinite|float"):
+    with pytest.warns(UserWarning, match="float"):
         placed(torch.ones(2, 4))
 
 
