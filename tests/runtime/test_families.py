@@ -769,6 +769,31 @@ def test_numbers_that_code_makes_of_sizes_and_of_values_are_symbols() -> None:
     module.unplace()
 
 
+class Strided(nn.Module):
+    """Reads strides of a view whose shape is computed, as Longformer does for its chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.inner(x)
+        x = x.view(x.shape[0] * x.shape[1] // 2, 2, 4)
+        return {"x": x.as_strided((len(x), 4), (x.stride()[0], x.stride()[2]))}
+
+
+def test_a_product_of_sizes_chooses_no_strides() -> None:
+    torch.manual_seed(0)
+    model = Strided()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for length in (4, 6, 10):
+        x = torch.randn(3, length, 4)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 1
+    module.unplace()
+
+
 def test_what_values_choose_is_expected_to_be_the_examples_part_of_it() -> None:
     torch.manual_seed(0)
     model, one = Neighbours(), graphs_of(9, 20, 3)

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.tracer_internals import OpOverload
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
@@ -249,7 +250,8 @@ def layout_maker(node: fx.Node) -> fx.Node | None:
     while todo:
         node = todo.pop()
         name = operator_name(node)
-        if node.op != "call_function" or name in SAME_LAYOUT:
+        number = isinstance(node.meta.get("val"), SYMBOLIC)  # such as a symbolic size
+        if node.op != "call_function" or name in SAME_LAYOUT or number:
             continue
         known = node.target is operator.getitem or str(node.target).startswith("aten.")
         if not known or any(part in name for part in _CHOOSING):
