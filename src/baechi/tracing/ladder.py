@@ -171,6 +171,7 @@ def _non_strict(
 
 
 def _numbers(constant: Any) -> Iterable[Any]:
+    """The numbers that may be symbols: those of a shape, or the constant itself."""
     return constant if isinstance(constant, torch.Size) else (constant,)
 
 
