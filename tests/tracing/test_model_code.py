@@ -57,6 +57,27 @@ def test_calls_alone_go_elsewhere_and_come_back() -> None:
     assert rounded.__code__ is code
 
 
+class Lazily(nn.Module):
+    """Makes a function in its first call, as transformers' models their hooks, and keeps it."""
+
+    made: dict[str, Callable[[Any], int]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.made:
+
+            def whole(value: Any) -> int:
+                return int(value) if isinstance(value, float) else value
+
+            self.made["whole"] = whole
+        return x * self.made["whole"](2.5)
+
+
+def test_a_function_that_is_made_in_a_trace_runs_afterwards() -> None:
+    Lazily.made.clear()
+    trace(Lazily(), (torch.ones(2),))
+    assert Lazily.made["whole"](3.5) == 3
+
+
 def test_a_name_of_the_module_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "int", lambda _: 7)
     with called_by(Rounds(), {"int": lambda _: 8}):

@@ -127,6 +127,8 @@ def called_by(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> 
     `isinstance(n, int)` and `dtype=int` are as they were.
     """
     elsewhere = {f"{_ELSEWHERE}{name}": function for name, function in functions.items()}
+    # A function that the model makes meanwhile, such as a hook, keeps its code afterwards.
+    vars(builtins).update({f"{_ELSEWHERE}{name}": getattr(builtins, name) for name in functions})
     with ExitStack() as stack:
         stack.enter_context(patch.dict(vars(builtins), elsewhere))
         for function, _ in functions_of(model, nearby=True):
