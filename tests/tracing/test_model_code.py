@@ -1,7 +1,7 @@
 """Builtins in a model's code that are others while it is traced."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_calls_alone_go_elsewhere_and_come_back() -> None:
 class Lazily(nn.Module):
     """Makes a function in its first call, as transformers' models their hooks, and keeps it."""
 
-    made: dict[str, Callable[[Any], int]] = {}
+    made: ClassVar[dict[str, Callable[[Any], int]]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.made:
