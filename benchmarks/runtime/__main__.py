@@ -204,12 +204,12 @@ def _overhead(training: bool, rounds: int) -> list[str]:
         step = Step(training, None, (x,), usual.bound.sizes)
         for value in usual.bound.input_values:
             step.flags[value] = training
-        executor.run(step, 0)
+        executor.run([step], 0)
         if training:
             (result,) = usual.bound.results.values()
             step.grads[result.grads[0]] = torch.ones(1)
             with torch.no_grad():
-                executor.run(step, 1)
+                executor.run([step], 1)
 
     def run_whole() -> None:
         with nullcontext() if training else torch.no_grad():
