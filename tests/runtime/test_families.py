@@ -943,6 +943,19 @@ def test_calls_of_other_ranks_are_of_other_families() -> None:
     module.unplace()
 
 
+def test_a_batch_of_one_has_a_family_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Ranked()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for shape in ((4, 5), (1, 7), (1, 8), (1, 3), (3, 9)):
+        x = torch.randn(*shape, 4)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 2
+    assert not any("each shape" in remark for remark in module.remarks)
+    module.unplace()
+
+
 def test_a_fixed_size_is_named() -> None:
     torch.manual_seed(0)
     model = Fixing()

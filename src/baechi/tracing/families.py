@@ -381,12 +381,16 @@ class Family:
         return self._questions.hold(self._asked_at[key], call.tensors)
 
     def fixes(self, call: Call) -> str:
-        """A size or int, for people, that differs in a call and has no symbol; empty if none."""
+        """A size or int, for people, that differs in a call and got no symbol; empty if none.
+
+        Sizes that were not to be symbols, such as a batch of one, are not meant.
+        """
         if not self.carries(call) or _changes(self.call, self.carrying(call)) is None:
             return ""
         other, terms = self.carrying(call), self._terms
         for i, kind, dim, place in self._given:
-            fixed = kind == 0 and isinstance(terms[place], int)
+            meant = (i, dim) in self.places or i >= len(call.tensors)
+            fixed = kind == 0 and meant and isinstance(terms[place], int)
             if fixed and other.tensors[i].shape[dim] != terms[place]:
                 return f"dimension {dim} of {self.call.names[i]}"
         return ""
