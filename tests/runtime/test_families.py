@@ -956,6 +956,29 @@ def test_a_batch_of_one_has_a_family_of_its_own() -> None:
     module.unplace()
 
 
+class Native(nn.Module):
+    """Has a branch for one length, as a vision transformer for its native resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"x": self.inner(x) if len(x) == 8 else self.inner(2 * x)}
+
+
+def test_a_length_with_a_branch_of_its_own_keeps_no_others_from_a_family() -> None:
+    torch.manual_seed(0)
+    model = Native()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for n in (6, 8, 7, 5, 8):
+        x = torch.randn(n, 4)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 2
+    module.unplace()
+
+
 def test_a_fixed_size_is_named() -> None:
     torch.manual_seed(0)
     model = Fixing()

@@ -38,6 +38,8 @@ class CallTraces:
         self._say = say
         # Why there is a plan for each shape, by module, mode, form and what would be symbols.
         self._given_up: dict[Any, str] = {}
+        # Where one call's sizes were fixed, perhaps by a branch for these alone.
+        self._fixed_once: set[Any] = set()
 
     def trace(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
         """The trace of a call: of its family where calls of its kind have had other sizes."""
@@ -48,19 +50,20 @@ class CallTraces:
         args, kwargs = call.structure.fill(call.tensors)
         places = self._places(call, kin)
         like, of_part = kin[0].traced if kin else None, bool(call.dims)
-        trace = partial(ladder.trace, like=like, of_part=of_part)
+        trace = partial(ladder.trace, like=like, of_part=of_part, may_ask=call.may_ask)
         kept, static = _beyond(model, call, kin, trace)
         if kept is not None:
             return kept
-        if not places or self._kind(model, call, kin) in self._given_up:
-            return static or trace(model, args, kwargs, may_ask=call.may_ask)
+        kind = self._kind(model, call, kin)
+        if not places or kind in self._given_up:
+            return static or trace(model, args, kwargs)
         try:
             traced = trace(model, args, kwargs, places=places)
-            family: Family | None = traced.module.family
-            if family is None or not family.symbols:
-                reason = "forward or an operator fixes the sizes that changed, as range(size) does"
-            elif fixed := _fixed(family, kin):
+            if fixed := _fixed(traced.module.family, kin):
                 reason = f"forward or an operator fixes {fixed}, as range(size) does"
+                if kind not in self._fixed_once:
+                    self._fixed_once.add(kind)
+                    return static or trace(model, args, kwargs)
             else:
                 same = [
                     is_same(traced, each.traced)
@@ -78,7 +81,7 @@ class CallTraces:
             reason = str(error).splitlines()[1].strip()
         if static is None:  # a call that does not run at all ends here
             static = trace(model, args, kwargs)
-        self._given_up[self._kind(model, call, kin)] = f"a plan for each shape: {reason}"
+        self._given_up[kind] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
         return static
 
@@ -162,8 +165,10 @@ def _of_earlier(
     return None
 
 
-def _fixed(family: Family, kin: Sequence[Executable]) -> str:
+def _fixed(family: Family | None, kin: Sequence[Executable]) -> str:
     """What keeps a family from all calls of before that it was made for; empty if nothing does."""
+    if family is None or not family.symbols:
+        return "the sizes that changed"
     found = [family.fixes(each.module.call) for each in kin if each.family is None]
     return found[0] if found and all(found) else ""
 
