@@ -979,6 +979,29 @@ def test_a_length_with_a_branch_of_its_own_keeps_no_others_from_a_family() -> No
     module.unplace()
 
 
+class Numbered(nn.Module):
+    """Takes numbers beside its tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, times: int, by: int = 5) -> dict[str, Any]:
+        return {"x": self.inner(x[:, -times:] * times) / by}
+
+
+def test_a_number_that_changes_after_a_size_is_seen() -> None:
+    torch.manual_seed(0)
+    model = Numbered()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for n, *numbers in ((4, 3), (5, 3), (5, 4), (6, 2), (6, 4, 6)):
+        x = torch.randn(2, n, 4)
+        check_equal(step(module, x, *numbers), step(unsplit, x, *numbers))
+    assert n_plans(module) <= 4
+    module.unplace()
+
+
 def test_a_fixed_size_is_named() -> None:
     torch.manual_seed(0)
     model = Fixing()

@@ -298,8 +298,7 @@ class Family:
             return None
         carrying = self.carrying(call)
         known = bool(self._beyond) and _signature(carrying) in self._beyond
-        alike = differing(self.call, carrying) is not None
-        alike = alike or (known and _changes(self.call, carrying, layouts=False) is not None)
+        alike = self._is_like(carrying, layouts=not known)
         values = self.values(carrying) if alike else None
         return values if values is not None and self.answers(carrying) else None
 
@@ -343,9 +342,19 @@ class Family:
 
         None if it differs in more than sizes, strides and ints, or if values of arguments count.
         """
-        if self._questions.needs_arguments() or _changes(self.call, call, layouts=False) is None:
+        if self._questions.needs_arguments() or not self._is_like(call, layouts=False):
             return None
         return self._solved(call, strides=False)
+
+    def _is_like(self, call: Call, *, layouts: bool) -> bool:
+        """True if a call that carries its ints differs in sizes alone: other ints are constants.
+
+        Sizes below 2, and whether tensors are contiguous, count with `layouts` alone.
+        """
+        changes = _changes(self.call, call, layouts=layouts)
+        if changes is None or any(index == _NUMBER for index, _ in changes):
+            return False
+        return not layouts or min(map(min, changes.values()), default=2) >= 2
 
     def extend(self, call: Call) -> None:
         """Take a call beyond the guards, whose own trace was seen to be this one at its sizes."""
