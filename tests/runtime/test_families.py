@@ -1002,6 +1002,62 @@ def test_a_number_that_changes_after_a_size_is_seen() -> None:
     module.unplace()
 
 
+class Annealed(nn.Module):
+    """Takes floats that change from call to call, beside its tensor and nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, tau: float, options: dict[str, float]) -> dict[str, Any]:
+        weight = options["weight"]
+        probable = torch.softmax(self.inner(x) / tau, -1) * (1 - tau)
+        made = torch.tensor([tau, weight]).sum()
+        return {
+            "x": self.last(probable.clamp(max=weight)) + made * weight,
+            "y": x.add(x, alpha=tau),
+        }
+
+
+def test_floats_that_change_are_symbols() -> None:
+    torch.manual_seed(0)
+    model = Annealed()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    rows = ((5, 0.5, 1.0), (5, 0.3, 0.9), (6, 0.1, 1.7), (4, 3.5, -0.25))
+    for n, tau, weight in rows:
+        args = torch.randn(n, 4), tau, {"weight": weight}
+        check_equal(step(module, *args), step(unsplit, *args))
+    assert n_plans(module) == 1
+    assert not any("each shape" in remark for remark in module.remarks)
+    module.unplace()
+
+
+class Switched(nn.Module):
+    """Looks at a float in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, rate: float) -> dict[str, Any]:
+        return {"x": self.inner(x) if rate > 0.5 else self.inner(x * rate)}
+
+
+def test_floats_that_code_looks_at_have_a_plan_each() -> None:
+    torch.manual_seed(0)
+    model = Switched()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for rate in (0.25, 0.75, 0.3):
+        args = torch.randn(5, 4), rate
+        check_equal(step(module, *args), step(unsplit, *args))
+    assert n_plans(module) == 3
+    assert any("each shape" in remark for remark in module.remarks)
+    module.unplace()
+
+
 def test_a_fixed_size_is_named() -> None:
     torch.manual_seed(0)
     model = Fixing()

@@ -86,7 +86,7 @@ class CallTraces:
         return static
 
     def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
-        """The sizes and ints that are symbols: declared, or other ones in earlier calls."""
+        """The sizes and numbers that are symbols: declared, or other ones in earlier calls."""
         if self._dynamic is False:
             return frozenset()
         if isinstance(self._dynamic, Mapping):
@@ -167,7 +167,7 @@ def _of_earlier(
 
 def _fixed(family: Family | None, kin: Sequence[Executable]) -> str:
     """What keeps a family from all calls of before that it was made for; empty if nothing does."""
-    if family is None or not family.symbols:
+    if family is None or not (family.symbols or family.numbers):
         return "the sizes that changed"
     found = [family.fixes(each.module.call) for each in kin if each.family is None]
     return found[0] if found and all(found) else ""

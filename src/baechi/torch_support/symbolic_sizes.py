@@ -94,13 +94,12 @@ class Symbols:
     """The symbols of one trace.
 
     Args:
-        sizes: Sizes of its inputs, at least one of which is symbolic.
+        inputs: Its fake inputs.
         expected: Terms for symbols that depend on values of tensors.
     """
 
-    def __init__(self, sizes: Iterable[Any], expected: Mapping[Any, Any] | None = None) -> None:
-        rows = [size for size in sizes if isinstance(size, torch.SymInt)]
-        self._environment = rows[0].node.shape_env
+    def __init__(self, inputs: Sequence[Any], expected: Mapping[Any, Any] | None = None) -> None:
+        self._environment: Any = inputs[0].fake_mode.shape_env
         self.expected = dict(expected or {})
 
     def term(self, size: Any) -> Any:

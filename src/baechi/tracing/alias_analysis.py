@@ -83,7 +83,7 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         raise ValueError("an argument is no plain strided tensor")
     placeholders = module.graph.find_nodes(op="placeholder")
     given = [node.meta["val"] for node in placeholders]
-    symbols = Symbols([*(size for value in given for size in value.shape)])
+    symbols = Symbols(given)
     chosen = [node for node in module.graph.nodes if chosen_by_values(node)]
     example = None if all(map(may_take_most, chosen)) else _run(module, inputs)
     with (

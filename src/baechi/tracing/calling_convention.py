@@ -129,10 +129,10 @@ class Call:
         ]
 
     def with_numbers(self, places: Sequence[int]) -> "Call":
-        """The call with some of its ints, by their places among the constants, as sizes.
+        """The call with some of its numbers, by their places among the constants, in tensors.
 
-        Each is the first size of an empty tensor after the others: a tracer that has symbols for
-        sizes has one for the number then.
+        Each has a tensor after the others. An int is the first size of an empty one: a tracer that
+        has symbols for sizes has one for the number then. A float is the value of one.
         """
         if not places:
             return self
@@ -145,7 +145,12 @@ class Call:
             return Number(first + len(constants) - 1)
 
         structure = self.structure.mapped(change)
-        carriers = (torch.empty(number, 0) for number in constants)
+        carriers = (
+            torch.tensor(number, dtype=torch.float64)
+            if isinstance(number, float)
+            else torch.empty(number, 0)
+            for number in constants
+        )
         return replace(self, tensors=(*self.tensors, *carriers), structure=structure)
 
     @property

@@ -24,22 +24,30 @@ from baechi.tracing.node_facts import Facts
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 
-# (index of a tensor, dimension); or (-1, place among the constants) of an int.
+# (index of a tensor, dimension); or (-1, place among the constants) of an int or a float.
 Place: TypeAlias = tuple[int, int]
 _NUMBER: Final = -1
 _MOST_KEPT: Final = 1024  # sizes that were asked about, by shapes of calls
 
 
 def differing(one: Call, two: Call) -> frozenset[Place] | None:
-    """The sizes and ints, all above 1, in which two calls differ; None if in something else."""
+    """The sizes and numbers in which two calls differ; None if in something else.
+
+    Sizes and ints are above 1.
+    """
     changes = _changes(one, two)
-    if changes is None or min(map(min, changes.values()), default=2) < 2:
+    if changes is None or not all(_is_any(n) for both in changes.values() for n in both):
         return None
     return frozenset(changes)
 
 
-def _changes(one: Call, two: Call, *, layouts: bool = True) -> dict[Place, tuple[int, int]] | None:
-    """The sizes and ints in which two calls differ, with both; None if they differ otherwise.
+def _is_any(number: float) -> bool:
+    """True of what may be a symbol: a size or an int above 1, and any float."""
+    return isinstance(number, float) or number > 1
+
+
+def _changes(one: Call, two: Call, *, layouts: bool = True) -> dict[Place, tuple[Any, Any]] | None:
+    """The sizes and numbers in which two calls differ, with both; None if they differ otherwise.
 
     Whether tensors are contiguous counts with `layouts` alone.
     """
@@ -61,8 +69,8 @@ def _changes(one: Call, two: Call, *, layouts: bool = True) -> dict[Place, tuple
         for place, both in enumerate(constants)
         if type(both[0]) is not type(both[1]) or shown(both[0]) != shown(both[1])
     }
-    good = all(type(size) is int for both in found.values() for size in both)
-    return found if good else None
+    kinds = [set(map(type, both)) for both in found.values()]
+    return found if all(kind in ({int}, {float}) for kind in kinds) else None
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor, layouts: bool) -> bool:
@@ -85,14 +93,13 @@ def known_places(before: Call, family: "Family | None", call: Call) -> frozenset
     if changes is None:
         return frozenset()
     given = frozenset(place for place in changes if place[0] < len(call.tensors))
-    return frozenset(place for place in places | given if size_at(call, place) > 1)
+    return frozenset(place for place in places | given if _is_any(size_at(call, place)))
 
 
-def size_at(call: Call, place: Place) -> int:
-    """The size, or the int, at a place."""
+def size_at(call: Call, place: Place) -> Any:
+    """The size, or the number, at a place."""
     index, at = place
-    size: int = call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
-    return size
+    return call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
 
 
 def _signature(call: Call) -> Any:
@@ -148,7 +155,7 @@ def declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, tuple[int, i
 
 
 def dynamic_shapes(call: Call, places: frozenset[Place]) -> tuple[dict[int, Any], ...]:
-    """What `torch.export` is told, for a call that carries its ints."""
+    """What `torch.export` is told, for a call that carries its numbers."""
     first = len(call.tensors) - len(numbers_among(places))
     return tuple(
         {
@@ -161,8 +168,14 @@ def dynamic_shapes(call: Call, places: frozenset[Place]) -> tuple[dict[int, Any]
 
 
 def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
-    """The places among the constants of the ints."""
+    """The places among the constants of the numbers."""
     return tuple(sorted(place for index, place in places if index == _NUMBER))
+
+
+def kinds_carried(call: Call, places: Iterable[Place]) -> list[type]:
+    """The kinds of the numbers that the last tensors of a call carry."""
+    carriers = call.tensors[len(call.tensors) - len(numbers_among(places)) :]
+    return [int if carrier.dim() else float for carrier in carriers]
 
 
 @final
@@ -199,8 +212,8 @@ class Family:
     """The calls that one trace can run.
 
     Args:
-        call: The traced one, whose ints that are symbols are carried by tensors.
-        places: The sizes and ints that were traced as symbols, in the call as it was given.
+        call: The traced one, whose numbers that are symbols are carried by tensors.
+        places: The sizes and numbers that were traced as symbols, in the call as it was given.
         inputs: The fake arguments of the trace.
         facts: Of the trace, with symbolic ints.
         returned: The structure of its results, with symbolic ints.
@@ -222,8 +235,8 @@ class Family:
         self.call = call
         self.places = places
         self.numbers = numbers_among(places)
-        sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
-        self._symbols = Symbols(sizes, facts.expected)
+        self._number_kinds = kinds_carried(call, places)
+        self._symbols = Symbols(inputs, facts.expected)
         self._questions = questions
         self._asked_at: dict[tuple[torch.Size, ...], list[int]] = {}
         self._beyond: dict[Any, tuple[int, ...]] = {}  # values in calls beyond the guards
@@ -289,7 +302,7 @@ class Family:
         raise ValueError(f"no argument's size tells {symbol}")
 
     def carrying(self, call: Call) -> Call:
-        """A call as it was given, with the ints that are symbols carried by tensors."""
+        """A call as it was given, with the numbers that are symbols carried by tensors."""
         return call.with_numbers(self.numbers)
 
     def joined(self, call: Call) -> tuple[int, ...] | None:
@@ -303,13 +316,15 @@ class Family:
         return values if values is not None and self.answers(carrying) else None
 
     def carries(self, call: Call) -> bool:
-        """True if ints above 1 are in a call where they are symbols."""
-        constants = call.structure.constants
-        ints = all(p < len(constants) and type(constants[p]) is int for p in self.numbers)
-        return ints and all(constants[place] > 1 for place in self.numbers)
+        """True if numbers that may be symbols are in a call where they are."""
+        given, kinds = call.structure.constants, self._number_kinds
+        return all(
+            place < len(given) and type(given[place]) is kind and _is_any(given[place])
+            for place, kind in zip(self.numbers, kinds, strict=True)
+        )
 
     def values(self, call: Call) -> tuple[int, ...] | None:
-        """The values of the symbols in a call that carries its ints; None if it is of another."""
+        """The values of the symbols in a call that carries its numbers; None if it is no member."""
         if self._beyond and (known := self._beyond.get(_signature(call))) is not None:
             return known
         found = self._solved(call, strides=True)
@@ -338,16 +353,16 @@ class Family:
         return tuple(found)
 
     def beyond(self, call: Call) -> tuple[int, ...] | None:
-        """The values of the symbols in a call that carries its ints, whatever the guards say.
+        """The values of the symbols in a call that carries its numbers, whatever the guards say.
 
-        None if it differs in more than sizes, strides and ints, or if values of arguments count.
+        None if it differs in more than sizes, strides and numbers, or if values of arguments count.
         """
         if self._questions.needs_arguments() or not self._is_like(call, layouts=False):
             return None
         return self._solved(call, strides=False)
 
     def _is_like(self, call: Call, *, layouts: bool) -> bool:
-        """True if a call that carries its ints differs in sizes alone: other ints are constants.
+        """True if a call that carries its numbers differs in sizes alone: others are constants.
 
         Sizes below 2, and whether tensors are contiguous, count with `layouts` alone.
         """

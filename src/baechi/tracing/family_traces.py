@@ -73,14 +73,15 @@ def is_same(traced: Traced, other: Traced) -> bool | None:
     values = None if one.family is None else one.family.joined(two.call)
     if one.family is None or values is None:
         return None
-    return _is_equal(one, values, two, len(two.call.tensors), exact=False)
+    carried = one.family.carrying(two.call).tensors[len(two.call.tensors) :]
+    return _is_equal(one, values, two, carried, exact=False)
 
 
 def same_beyond(traced: Traced, other: Traced) -> Call | None:
     """The call of another trace if a family runs at its sizes what that does; else None.
 
     The guards of the family do not count, nor strides of what has no gradient. The other trace is
-    without symbols, or a family with the same ints. The call carries these.
+    without symbols, or a family with the same numbers. The call carries these.
     """
     one: TracedModule = traced.module
     two: TracedModule = other.module
@@ -94,19 +95,26 @@ def same_beyond(traced: Traced, other: Traced) -> Call | None:
     values = None if call is None else family.beyond(call)
     if call is None or values is None:
         return None
-    given = len(call.tensors) - len(family.numbers)
+    carried = call.tensors[len(call.tensors) - len(family.numbers) :]
     try:
-        return call if _is_equal(one, values, two, given, exact=True) else None
+        return call if _is_equal(one, values, two, carried, exact=True) else None
     except (ArithmeticError, ValueError):  # sizes that the family cannot have
         return None
 
 
 def _is_equal(
-    one: TracedModule, values: Sequence[int], two: TracedModule, given: int, *, exact: bool
+    one: TracedModule,
+    values: Sequence[int],
+    two: TracedModule,
+    carried: Sequence[torch.Tensor],
+    *,
+    exact: bool,
 ) -> bool:
+    """True if they run the same; `carried` has the numbers of the other's call."""
     assert one.family is not None
-    mine = _program(one.graph_module, one.family.facts(values), given, exact)
-    theirs = _program(two.graph_module, two.facts, given, exact)
+    given = len(one.call.tensors) - len(carried)
+    mine = _program(one.graph_module, one.family.facts(values), given, carried, exact)
+    theirs = _program(two.graph_module, two.facts, given, carried, exact)
     if len(mine) != len(theirs) or not all(map(_same_row, mine, theirs)):
         return False
     returned = one.family.returned(values)
@@ -116,7 +124,11 @@ def _is_equal(
 
 
 def _program(
-    module: fx.GraphModule, facts: Facts, inputs: int, exact: bool
+    module: fx.GraphModule,
+    facts: Facts,
+    inputs: int,
+    carried: Sequence[torch.Tensor],
+    exact: bool,
 ) -> list[tuple[Any, ...]]:
     """Every node that yields or does more than a number, with its arguments and effects.
 
@@ -138,9 +150,13 @@ def _program(
     rows: list[tuple[Any, ...]] = []
     alive = set(living(module.graph, facts))
 
+    numbers: dict[fx.Node, Any] = {}  # floats that are carried, and what is made of them
+
     def show(node: fx.Node) -> Any:
         if node in names:
             return names[node]
+        if node in numbers:
+            return numbers[node]
         structure = facts.nodes[node].structure
         if structure is None or is_unbacked(node.meta.get("val")):
             return None
@@ -156,6 +172,8 @@ def _program(
             continue
         fact = facts.nodes[node]
         number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
+        if number and node.op == "call_function":
+            _note_number(node, dict(zip(carriers, carried, strict=False)), numbers)
         if number or node not in alive or node in carriers:
             continue
         is_alias = _is_alias(node, facts)
@@ -181,6 +199,18 @@ def _program(
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks, inside))
         names[node] = f"%{len(rows)}"
     return rows
+
+
+def _note_number(
+    node: fx.Node, carried: Mapping[fx.Node, torch.Tensor], numbers: dict[fx.Node, Any]
+) -> None:
+    """Note the float that a node reads from a tensor which carries it, or makes of such floats."""
+    inputs, function = node.all_input_nodes, node.target
+    if function is torch.ops.aten.item.default and inputs[0] in carried:
+        numbers[node] = carried[inputs[0]].item()
+    elif inputs and callable(function) and all(each in numbers for each in inputs):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        numbers[node] = function(*args, **kwargs)
 
 
 def _made(

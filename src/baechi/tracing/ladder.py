@@ -40,7 +40,7 @@ from baechi.tracing.alias_analysis import copy_of, named_state, propagate, propa
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import reads_noted, refuse_new_leaves, refuse_unfaithful, watched
-from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
+from baechi.tracing.families import Family, Place, dynamic_shapes, kinds_carried, numbers_among
 from baechi.tracing.fx_nodes import (
     casts_shared,
     casts_shared_in_blocks,
@@ -477,7 +477,9 @@ def _lowered(
     casts_shared_in_blocks(module)
     module = in_turn(read_once(module))
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-    if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
+    sizes = (size for value in given for size in value.shape) if places else ()
+    symbols = any(isinstance(size, torch.SymInt) for size in sizes)
+    if symbols or float in kinds_carried(call, places):
         symbolic = propagate_symbolic(module, call.tensors)
         family = Family(call, places, given, symbolic, returned, captured.questions)
         facts, returned = family.facts(family.traced_at), family.returned(family.traced_at)

@@ -129,7 +129,10 @@ class _Slot:
 @final
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The place of a number that a tensor carries as its first size."""
+    """The place of a number that a tensor carries.
+
+    An int is its first size, a float its value.
+    """
 
     index: int
 
@@ -234,7 +237,8 @@ def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
     if isinstance(leaf, _Slot):
         return tensors[leaf.index]
     if isinstance(leaf, Number):
-        return tensors[leaf.index].shape[0]
+        carrier = tensors[leaf.index]
+        return carrier.shape[0] if carrier.dim() else carrier.item()
     if isinstance(leaf, _Again):
         known = objects[leaf.number]
         return weakref.ref(known) if leaf.weak else known
