@@ -208,7 +208,8 @@ def place(
             "brings it. Verify a smaller model of this class, or place this one from its weights "
             "in memory."
         )
-    planner = Planner(model=model, options=options, traces=CallTraces(dynamic, say), weights=loader)
+    traces = CallTraces(dynamic, say, floats=options.cuda_graphs is not True)
+    planner = Planner(model=model, options=options, traces=traces, weights=loader)
     state = PlacedState(model, places, planner, max_shapes, cutting, world)
     if example_args is not None or example_kwargs is not None:
         with state.lock:

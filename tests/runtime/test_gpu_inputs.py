@@ -136,3 +136,42 @@ def test_an_input_of_the_host_gets_its_gradient(devices: list[str]) -> None:
     placed(x).sum().backward()
     expected = torch.ones(4, 8) @ placed.weight.detach().cpu()
     torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+class Weighted(nn.Module):
+    """Takes a float beside its tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x: Tensor, weight: float) -> Tensor:
+        return self.layers(x * weight).square().sum() * weight
+
+
+@pytest.mark.parametrize(("cuda_graphs", "plans"), [("auto", 1), (True, 3)])
+@pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
+def test_a_float_that_changes_is_read_unless_all_is_captured(
+    devices: list[str], cuda_graphs: Any, plans: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = Weighted().to("cuda:0"), torch.ones(8, 64, device="cuda:0")
+    reference = copy.deepcopy(model)
+    placed: Any = baechi.place(
+        model,
+        dict.fromkeys(devices, "1GiB"),
+        placer=baechi.RandomPlacer(1),
+        cuda_graphs=cuda_graphs,
+        guard=False,
+        progress=False,
+    )
+    for weight in (0.5, 0.25, 0.75):
+        for module in (reference, placed):
+            module.zero_grad()
+        losses = [module(x, weight) for module in (reference, placed)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses[1].cpu(), losses[0].cpu())
+        for mine, theirs in zip(placed.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad.cpu())
+    assert len(placed._specializations) == plans

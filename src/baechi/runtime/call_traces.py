@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, final
 
 from torch import nn
@@ -31,10 +32,13 @@ class CallTraces:
     Args:
         dynamic: Whether sizes that change become symbols; or which, with their maxima.
         say: Is told what is done.
+        floats: Whether floats that change become symbols, too: no CUDA graph can read one.
     """
 
-    def __init__(self, dynamic: Dynamic, say: Callable[[str], None]) -> None:
-        self._dynamic = dynamic
+    def __init__(
+        self, dynamic: Dynamic, say: Callable[[str], None], *, floats: bool = True
+    ) -> None:
+        self._dynamic, self._floats = dynamic, floats
         self._say = say
         # Why there is a plan for each shape, by module, mode, form and what would be symbols.
         self._given_up: dict[Any, str] = {}
@@ -92,7 +96,10 @@ class CallTraces:
         if isinstance(self._dynamic, Mapping):
             rows = declared(call, self._dynamic).items()
             return frozenset(place for place, (least, _) in rows if size_at(call, place) >= least)
-        return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
+        known = chain.from_iterable(known_places(s.module.call, s.family, call) for s in kin)
+        return frozenset(
+            place for place in known if self._floats or not isinstance(size_at(call, place), float)
+        )
 
     def references(
         self, traced: Traced, call: Call, kin: Sequence[Executable]
