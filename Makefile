@@ -73,7 +73,7 @@ test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which n
 test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu and not kubernetes" \
-	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
+	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py) benchmarks/test_commands.py
 	$(MAKE) test-emulated
 	$(MAKE) sanitize SANITIZED_CASES="not slow"
 
