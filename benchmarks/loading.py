@@ -139,9 +139,7 @@ def main() -> None:
             ratios.append(loaded / kept)
         print(f"host memory besides the weights: {grown / MIB:.1f} MiB")
         if grown > 64 * MIB + largest or max(ratios) > 1.5:
-            sys.exit(
-                "missed: 64 MiB and the largest tensor, or 1.5 of reading into memory"
-            )
+            sys.exit("missed: 64 MiB and the largest tensor, or 1.5 of reading into memory")
 
 
 if __name__ == "__main__":
