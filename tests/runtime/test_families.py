@@ -1058,6 +1058,32 @@ def test_floats_that_code_looks_at_have_a_plan_each() -> None:
     module.unplace()
 
 
+class Positions(nn.Module):
+    """Resizes a parameter to its argument, as vision transformers do their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 4, 2, 2)
+        self.positions = nn.Parameter(torch.randn(1, 4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        inner = self.inner(x)
+        resized = nn.functional.interpolate(self.positions, inner.shape[-2:], mode="bicubic")
+        return {"x": self.inner(x) * resized}
+
+
+def test_positions_that_are_resized_to_images_have_a_family() -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for height, width in ((8, 12), (10, 14), (12, 6)):
+        x = torch.randn(2, 3, height, width)
+        check_equal(step(module, x), step(unsplit, x))
+    assert n_plans(module) == 1
+    module.unplace()
+
+
 def test_a_fixed_size_is_named() -> None:
     torch.manual_seed(0)
     model = Fixing()

@@ -427,7 +427,8 @@ class _Recorder(fx.Interpreter):
         name = str(target)
         if name.startswith("aten.upsample_") and name.endswith(".vec"):
             arguments = schema_arguments(target, args, kwargs)
-            if _is_symbolic(arguments["input"]):
+            sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
+            if any(isinstance(size, SYMBOLIC) for size in sizes):
                 return resized_by_symbols(target, arguments)
         if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
