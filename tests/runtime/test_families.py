@@ -1058,8 +1058,8 @@ def test_floats_that_code_looks_at_have_a_plan_each() -> None:
     module.unplace()
 
 
-class Positions(nn.Module):
-    """Resizes a parameter to its argument, as vision transformers do their positions."""
+class Resized(nn.Module):
+    """Resizes images, and a parameter to images, as vision transformers do their positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1069,12 +1069,14 @@ class Positions(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         inner = self.inner(x)
         resized = nn.functional.interpolate(self.positions, inner.shape[-2:], mode="bicubic")
-        return {"x": self.inner(x) * resized}
+        larger = nn.functional.interpolate(inner, x.shape[-2:], mode="bilinear", align_corners=True)
+        twice = nn.functional.interpolate(inner[None], scale_factor=2, mode="trilinear")
+        return {"x": inner * resized, "larger": larger, "twice": twice}
 
 
-def test_positions_that_are_resized_to_images_have_a_family() -> None:
+def test_images_of_any_size_that_are_resized_have_a_family() -> None:
     torch.manual_seed(0)
-    model = Positions()
+    model = Resized()
     unsplit = copy.deepcopy(model)
     module = lazily(model, placer="round-robin")
     for height, width in ((8, 12), (10, 14), (12, 6)):

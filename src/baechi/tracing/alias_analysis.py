@@ -429,7 +429,7 @@ class _Recorder(fx.Interpreter):
             arguments = schema_arguments(target, args, kwargs)
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
             if any(isinstance(size, SYMBOLIC) for size in sizes):
-                return resized_by_symbols(target, arguments)
+                return resized_by_symbols(arguments)
         if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)

@@ -481,18 +481,19 @@ def _ctc_shapes(
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
 
 
-def resized_by_symbols(target: Any, arguments: Mapping[str, Any]) -> Any:
-    """What `upsample_*.vec` returns; its C++ makes ints of symbolic sizes (2.13).
+def resized_by_symbols(arguments: Mapping[str, Any]) -> Any:
+    """What is like the result of `upsample_*.vec`; its C++ makes ints of symbolic sizes (2.13).
 
-    It is the operator that this one runs, so autograd keeps the same tensors.
+    It is that of the nearest neighbours: of the same sizes, layout and dtype, and autograd keeps no
+    tensor for either. What torch has in Python for others expands by ints, too.
     """
-    given = dict(arguments)
-    image, sizes, scales = given.pop("input"), given.pop("output_size"), given.pop("scale_factors")
+    image, sizes, scales = (arguments[n] for n in ("input", "output_size", "scale_factors"))
     spatial = image.shape[2:]
     if sizes is None:
         sizes = [math.floor(size * scale) for size, scale in zip(spatial, scales, strict=True)]
     each = [None] * len(spatial) if scales is None else scales
-    return target.overloadpacket.default(image, sizes, *given.values(), *each)
+    nearest = getattr(torch.ops.aten, f"upsample_nearest{len(spatial)}d").default
+    return nearest(image, sizes, *each)
 
 
 # Whose fake kernels know nothing of autocast.
