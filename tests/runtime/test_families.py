@@ -64,6 +64,17 @@ def step(model: nn.Module, *args: Any) -> list[Any]:
     return [*out.values(), *gradients, *(buffer.clone() for buffer in model.buffers())]
 
 
+def run_beside(model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> tuple[int, tuple[str, ...]]:
+    """The plans after steps that are equal to the unsplit model's, and the remarks."""
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for args in calls:
+        check_equal(step(module, *args), step(unsplit, *args))
+    found = n_plans(module), module.remarks
+    module.unplace()
+    return found
+
+
 def check_equal(one: Sequence[Any], two: Sequence[Any]) -> None:
     for mine, theirs in zip(one, two, strict=True):
         if isinstance(theirs, torch.Tensor):
@@ -784,14 +795,8 @@ class Strided(nn.Module):
 
 def test_a_product_of_sizes_chooses_no_strides() -> None:
     torch.manual_seed(0)
-    model = Strided()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for length in (4, 6, 10):
-        x = torch.randn(3, length, 4)
-        check_equal(step(module, x), step(unsplit, x))
-    assert n_plans(module) == 1
-    module.unplace()
+    plans, _ = run_beside(Strided(), [(torch.randn(3, length, 4),) for length in (4, 6, 10)])
+    assert plans == 1
 
 
 def test_what_values_choose_is_expected_to_be_the_examples_part_of_it() -> None:
@@ -945,15 +950,10 @@ def test_calls_of_other_ranks_are_of_other_families() -> None:
 
 def test_a_batch_of_one_has_a_family_of_its_own() -> None:
     torch.manual_seed(0)
-    model = Ranked()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for shape in ((4, 5), (1, 7), (1, 8), (1, 3), (3, 9)):
-        x = torch.randn(*shape, 4)
-        check_equal(step(module, x), step(unsplit, x))
-    assert n_plans(module) == 2
-    assert not any("each shape" in remark for remark in module.remarks)
-    module.unplace()
+    shapes = ((4, 5), (1, 7), (1, 8), (1, 3), (3, 9))
+    plans, remarks = run_beside(Ranked(), [(torch.randn(*shape, 4),) for shape in shapes])
+    assert plans == 2
+    assert not any("each shape" in remark for remark in remarks)
 
 
 class Native(nn.Module):
@@ -969,14 +969,8 @@ class Native(nn.Module):
 
 def test_a_length_with_a_branch_of_its_own_keeps_no_others_from_a_family() -> None:
     torch.manual_seed(0)
-    model = Native()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for n in (6, 8, 7, 5, 8):
-        x = torch.randn(n, 4)
-        check_equal(step(module, x), step(unsplit, x))
-    assert n_plans(module) == 2
-    module.unplace()
+    plans, _ = run_beside(Native(), [(torch.randn(n, 4),) for n in (6, 8, 7, 5, 8)])
+    assert plans == 2
 
 
 class Numbered(nn.Module):
@@ -992,14 +986,9 @@ class Numbered(nn.Module):
 
 def test_a_number_that_changes_after_a_size_is_seen() -> None:
     torch.manual_seed(0)
-    model = Numbered()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for n, *numbers in ((4, 3), (5, 3), (5, 4), (6, 2), (6, 4, 6)):
-        x = torch.randn(2, n, 4)
-        check_equal(step(module, x, *numbers), step(unsplit, x, *numbers))
-    assert n_plans(module) <= 4
-    module.unplace()
+    rows = ((4, 3), (5, 3), (5, 4), (6, 2), (6, 4, 6))
+    plans, _ = run_beside(Numbered(), [(torch.randn(2, n, 4), *numbers) for n, *numbers in rows])
+    assert plans <= 4
 
 
 class Annealed(nn.Module):
@@ -1022,16 +1011,11 @@ class Annealed(nn.Module):
 
 def test_floats_that_change_are_symbols() -> None:
     torch.manual_seed(0)
-    model = Annealed()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
     rows = ((5, 0.5, 1.0), (5, 0.3, 0.9), (6, 0.1, 1.7), (4, 3.5, -0.25))
-    for n, tau, weight in rows:
-        args = torch.randn(n, 4), tau, {"weight": weight}
-        check_equal(step(module, *args), step(unsplit, *args))
-    assert n_plans(module) == 1
-    assert not any("each shape" in remark for remark in module.remarks)
-    module.unplace()
+    calls = [(torch.randn(n, 4), tau, {"weight": weight}) for n, tau, weight in rows]
+    plans, remarks = run_beside(Annealed(), calls)
+    assert plans == 1
+    assert not any("each shape" in remark for remark in remarks)
 
 
 class Switched(nn.Module):
@@ -1047,15 +1031,10 @@ class Switched(nn.Module):
 
 def test_floats_that_code_looks_at_have_a_plan_each() -> None:
     torch.manual_seed(0)
-    model = Switched()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for rate in (0.25, 0.75, 0.3):
-        args = torch.randn(5, 4), rate
-        check_equal(step(module, *args), step(unsplit, *args))
-    assert n_plans(module) == 3
-    assert any("each shape" in remark for remark in module.remarks)
-    module.unplace()
+    calls = [(torch.randn(5, 4), rate) for rate in (0.25, 0.75, 0.3)]
+    plans, remarks = run_beside(Switched(), calls)
+    assert plans == 3
+    assert any("each shape" in remark for remark in remarks)
 
 
 class Resized(nn.Module):
@@ -1076,14 +1055,9 @@ class Resized(nn.Module):
 
 def test_images_of_any_size_that_are_resized_have_a_family() -> None:
     torch.manual_seed(0)
-    model = Resized()
-    unsplit = copy.deepcopy(model)
-    module = lazily(model, placer="round-robin")
-    for height, width in ((8, 12), (10, 14), (12, 6)):
-        x = torch.randn(2, 3, height, width)
-        check_equal(step(module, x), step(unsplit, x))
-    assert n_plans(module) == 1
-    module.unplace()
+    sizes = ((8, 12), (10, 14), (12, 6))
+    plans, _ = run_beside(Resized(), [(torch.randn(2, 3, *size),) for size in sizes])
+    assert plans == 1
 
 
 def test_a_fixed_size_is_named() -> None:

@@ -366,10 +366,9 @@ class Family:
 
         Sizes below 2, and whether tensors are contiguous, count with `layouts` alone.
         """
-        changes = _changes(self.call, call, layouts=layouts)
-        if changes is None or any(index == _NUMBER for index, _ in changes):
-            return False
-        return not layouts or min(map(min, changes.values()), default=2) >= 2
+        own = self.call
+        changes = differing(own, call) if layouts else _changes(own, call, layouts=False)
+        return changes is not None and all(index != _NUMBER for index, _ in changes)
 
     def extend(self, call: Call) -> None:
         """Take a call beyond the guards, whose own trace was seen to be this one at its sizes."""

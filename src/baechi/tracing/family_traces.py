@@ -143,13 +143,13 @@ def _program(
     not count. What `torch.tensor` makes of numbers counts by its values: a graph holds it, unless
     one is a symbol.
     """
-    carriers = module.graph.find_nodes(op="placeholder")[inputs:]
+    # A trace without symbols has no inputs that carry numbers.
+    carriers = dict(zip(module.graph.find_nodes(op="placeholder")[inputs:], carried, strict=False))
     names: dict[fx.Node, str] = {}
     constants: dict[fx.Node, torch.Tensor] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows: list[tuple[Any, ...]] = []
     alive = set(living(module.graph, facts))
-
     numbers: dict[fx.Node, Any] = {}  # floats that are carried, and what is made of them
 
     def show(node: fx.Node) -> Any:
@@ -173,7 +173,7 @@ def _program(
         fact = facts.nodes[node]
         number = not (fact.values or fact.acts) and node.op not in ("placeholder", "get_attr")
         if number and node.op == "call_function":
-            _note_number(node, dict(zip(carriers, carried, strict=False)), numbers)
+            _note_number(node, carriers, numbers)
         if number or node not in alive or node in carriers:
             continue
         is_alias = _is_alias(node, facts)
