@@ -67,6 +67,7 @@ class Executable:
         program: The program to run; proved.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
+        state_guard: The model's parameters and buffers, with which this runs.
         calls: The calls that it runs.
         family: Those of other sizes; None if there are none.
         admission: Those of them that fit; None if that is unknown.
@@ -137,7 +138,7 @@ class Executable:
         self._returned = ReturnedValues(module, numbers, dimensions)
         self.calls = AcceptedCalls(traced, bound.parameters, training=self.training)
         self._gradient_guard = GradientGuard(module)
-        self._state_guard = StateGuard(module.model, module.graph_module)
+        self.state_guard = StateGuard(module.model, module.graph_module)
         self._trainable = [p for p in bound.parameters if p.requires_grad and not p.is_meta]
         self.renew(-1)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
@@ -316,7 +317,7 @@ class Executable:
 
         Of micro-batches the one that they make together.
         """
-        self._state_guard.check()
+        self.state_guard.check()
         calls = [self.calls.carrying(each) for each in ([call] if isinstance(call, Call) else call)]
         if not self.observed:
             return self._called(calls, meter)
@@ -390,7 +391,7 @@ class Executable:
         self, calls: Sequence[Call], meter: Meter | None
     ) -> Iterator[tuple[Executor, list[Step]]]:
         """A step with gradients for each micro-batch, and what runs them in the block."""
-        self._state_guard.check()
+        self.state_guard.check()
         with self._executing(calls[0], meter) as executor:
             yield self._begun(executor, calls, meter)
 
@@ -438,7 +439,7 @@ class Executable:
 
     def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall | RankCall:
         """Begin a call without gradients, beside up to `in_flight - 1` others."""
-        self._state_guard.check()
+        self.state_guard.check()
         executor = self._executor
         assert isinstance(executor, CpuExecutor | RankExecutor)
         self._check_memory(calls[0], in_flight)

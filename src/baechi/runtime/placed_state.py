@@ -63,6 +63,12 @@ from baechi.tracing.pytrees import tensors_in
 KEY: Final = "_baechi_placed"
 _MOST_GLANCES: Final = 4096  # kinds of calls that run the model itself
 _MOST_LOSSES: Final = 8
+_OFTEN: Final = 3
+_RENEWED: Final = (
+    "parameters or buffers of a placed model were replaced by others for the third time, and every "
+    "time its calls are planned anew. Write into those that are there: parameter.data.copy_(new), "
+    "buffer.copy_(new), load_state_dict without assign=True."
+)
 
 
 class Specialize(Protocol):
@@ -146,7 +152,8 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_glances", "_limit", "_moves", "_specialize", "_streaming", "_unsplit", "entries"),
+        *("_glances", "_limit", "_moves", "_renewed", "_specialize", "_streaming", "_unsplit"),
+        "entries",
         "homes",
         *("latest", "loaded", "lock", "meter", "microbatches", "model", "origins", "places"),
         *("ranks", "root", "steps", "underway"),
@@ -171,6 +178,7 @@ class PlacedState:
         self.steps: dict[Any, Entry] = {}  # of the model with a loss, by that
         self.microbatches = microbatches
         self.latest: Executable | None = None
+        self._renewed = 0  # how often plans were dropped for other weights
         self._moves = 0  # of weights; a plan knows at which of them it had its own in place
         # Of calls that run the model itself; none keeps a plan that is dropped.
         self._glances: WeakValueDictionary[Any, Executable] = WeakValueDictionary()
@@ -417,6 +425,12 @@ class PlacedState:
         The caller has the lock.
         """
         special = entry.specializations.find(call)
+        if (special is None or self._lacks(special)) and any(map(self._lacks, self.all)):
+            self._renewed += 1
+            if self._renewed == _OFTEN:
+                warnings.warn(_RENEWED, stacklevel=6)
+            self.forget()
+            special = None
         if special is None or special.settled_at != self._moves:
             if special is None or not special.is_settled:
                 self.drain()
@@ -432,6 +446,13 @@ class PlacedState:
             )
         self.latest = special
         return special
+
+    def _lacks(self, special: Executable) -> bool:
+        """True if a plan is dropped, since others came in place of its parameters or buffers."""
+        if special.state_guard.are_same() or self._specialize is None or self.ranks is not None:
+            return False
+        runs = special.unsplit_on is None or self.meter is not None
+        return runs and special.state_guard.are_exchanged()
 
     def _for_all(self, entry: Entry, calls: list[Call]) -> tuple[Executable, list[Call]]:
         """The specialization for micro-batches, and these as it takes them.
@@ -562,8 +583,11 @@ class PlacedState:
                     meter.hold(device, value)
 
     def forget(self) -> None:
-        """Drop all specializations, after parameters and buffers were exchanged or cast."""
-        self.close()
+        """Drop all specializations, after parameters and buffers were exchanged or cast.
+
+        Their workers end with them: a graph whose backward is still to come may hold one.
+        """
+        self.drain()
         self.homes.clear()
         self._moves += 1
         self._glances.clear()

@@ -77,21 +77,37 @@ class StateGuard:
         typed = ((value, ("dtype",)) for _, _, value, dtype, _ in self._rows if dtype is not None)
         self._held = HeldObjects((holder for holder, *_ in self._rows), typed)
 
-    def check(self) -> None:
-        """Nothing, some 30 ns a name where it is as it was.
+    def are_same(self) -> bool:
+        """True if each is as it was; takes some 30 ns a name."""
+        return self._held.are_same()
 
-        Raises:
-            ExecutionError: One of them was replaced, or cast to another type.
+    def are_exchanged(self) -> bool:
+        """True if what came in their places are parameters and buffers, cast or others.
+
+        So it is not while `functional_call` runs, nor of tensors of a class of their own.
         """
-        if self._held.are_same():
+        now = [(value, holder.get(key)) for holder, key, value, *_ in self._rows]
+        return all(
+            new is None
+            or type(new) is nn.Parameter
+            or (not isinstance(old, nn.Parameter) and type(new) in (torch.Tensor, nn.Buffer))
+            for old, new in now
+            if new is not old
+        )
+
+    def check(self) -> None:
+        """Raise an `ExecutionError` if one of them was replaced, or cast to another type."""
+        if self.are_same():
             return
         for holder, key, value, dtype, name in self._rows:
             if holder.get(key) is not value:
                 raise ExecutionError(
-                    f"{name!r} of {self._model} was replaced after the model was placed, by an "
-                    "assignment, load_state_dict(assign=True) or functional_call: what was placed "
-                    "would run without it. Write into the tensor that is there (load_state_dict "
-                    "does), or call model = placed.unplace(), change the model, and place it again."
+                    f"{name!r} of {self._model} was replaced after the model was placed, by "
+                    "functional_call, a tensor that is no parameter, or, of ranks and of what "
+                    "`apply` made, by an assignment or load_state_dict(assign=True): what was "
+                    "placed would run without it. Write into the tensor that is there "
+                    "(load_state_dict does), or call model = placed.unplace(), change the model, "
+                    "and place it again."
                 )
             if dtype is not None and holder[key].dtype is not dtype:
                 raise ExecutionError(
