@@ -57,6 +57,31 @@ def test_another_mode_moves_no_parameter_and_no_buffer(placer: Any) -> None:
     module.unplace()
 
 
+class Leaf(nn.Module):
+    """Stays whole, as it looks at its values."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(like.detach())  # its memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight if x.sum().item() > 0 else x - self.weight[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_of_one_memory_stay_together(whole: bool, seed: int) -> None:
+    first: nn.Module = Leaf(torch.eye(8)) if whole else nn.Linear(8, 8)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), Leaf(first.weight))
+    module = placed(model, ["1GiB"] * 4, placer=baechi.RandomPlacer(seed), guard=False)
+    module(torch.ones(2, 8)).sum().backward()
+    rows = zip(module.traced.ops, module.placement.devices, strict=False)
+    on = {device for op, device in rows if {"0.weight", "4.weight"} & {*op.parameters}}
+    assert len(on) == 1
+    readers = [op for op in module.traced.ops if op.name.split("/")[0] in ("0", "4")]
+    assert len({op.group for op in readers}) == 1
+
+
 def test_what_the_user_forbids_is_forbidden_beside() -> None:
     model, x = normed(2), torch.randn(4, 8)
     traced = baechi.trace(model, (x,))

@@ -352,6 +352,20 @@ def test_a_segment_that_is_observed_is_not_compiled() -> None:
         torch_compile.CompiledTape(step, step, options, list(nodes), "a segment", dynamic=False)
 
 
+def test_an_observed_model_may_get_a_copy_of_a_parametrized_part() -> None:
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), last)
+    model[0].register_forward_hook(lambda *seen: SEEN.append(seen))
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    options = {"costs": "estimate", "progress": False, "placer": "round-robin", "guard": False}
+    module = baechi.place(model, devices, **options)
+    module(X)
+    model[2] = copy.deepcopy(model[2])
+    expected = copy.deepcopy(model)(X)
+    for _ in range(2):
+        assert torch.equal(module(X), expected)
+
+
 class Caller:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         SEEN.append((module, args, output))

@@ -109,6 +109,11 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that have the memory of the first part of one of them, while it lives."""
+    return key_of(storages(tensor)[0])
+
+
 def is_mine_alone(storage: torch.UntypedStorage) -> bool:
     """True if no tensor has the storage, nor autograd: this object is all that stands for it.
 

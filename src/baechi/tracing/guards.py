@@ -160,7 +160,7 @@ _PLAIN: Final = (
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 _NO_RECORDS: Final = (*_PLAIN, nn.Module, ModuleType, type, list, tuple, set, frozenset, dict)
 # Modes, hooks, parameters: checked elsewhere; and what `generate` of transformers alone reads.
-OF_TORCH: Final = frozenset((*vars(nn.Module()), "generation_config"))
+OF_TORCH: Final = frozenset((*vars(nn.Module()), CALL, "generation_config"))
 
 
 @final

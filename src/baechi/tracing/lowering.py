@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
+from baechi.torch_support.storages import memory_of
 from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.families import Family
@@ -115,7 +116,7 @@ class _Owned:
     trained: int = 0
     frozen: int = 0
     names: list[str] = field(default_factory=list)
-    shared: dict[int | str, int] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
     parameters: list[TrainedParameter] = field(default_factory=list)
     lent: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -355,9 +356,9 @@ class Lowering:
         n = len(self._parts.nodes_of_op)
         backward = set(filter(self._has_backward, range(n)))
         owned = [_Owned() for _ in range(n)]
-        users: dict[int | str, set[int]] = defaultdict(set)
-        labels: dict[int | str, str] = {}
-        lent: dict[int | str, tuple[int, int]] = {}  # owner and bytes of what has a gradient
+        users: dict[int, set[int]] = defaultdict(set)
+        labels: dict[int, str] = {}
+        lent: dict[int, tuple[int, int]] = {}  # owner and bytes of what has a gradient
         seen: set[str] = set()
         fused: dict[nn.Module, set[int]] = defaultdict(set)
         union = UnionFind(n)
@@ -366,7 +367,7 @@ class Lowering:
                 readers = self._readers(node, storage)
                 if not readers:
                     continue
-                key = storage if storage >= 0 else label
+                key = memory_of(tensor)
                 new = key not in users
                 users[key].update(readers)
                 if layer := self._layer.get(id(tensor)):
@@ -431,7 +432,9 @@ class Lowering:
             leaf = self._module.get_submodule(target)
             tensors = [*leaf.parameters(), *leaf.buffers()]
         storage_of = self._parts.storage_of
-        return [(self._owner.get(id(t), target), t, storage_of.get(id(t), -1)) for t in tensors]
+        return [
+            (self._owner.get(id(t), target), t, storage_of.get(memory_of(t), -1)) for t in tensors
+        ]
 
     def _readers(self, node: fx.Node, storage: int) -> list[int]:
         if node.op == "call_module":

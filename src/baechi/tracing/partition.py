@@ -22,6 +22,7 @@ from typing import Any, final
 import networkx
 from torch import fx, nn
 
+from baechi.torch_support.storages import memory_of
 from baechi.tracing.node_facts import NOTHING, Facts, Value
 
 
@@ -67,7 +68,7 @@ class Partition:
         program: The nodes that matter, in program order, without the output.
         output: The output node.
         storage_of: The storage of every parameter, buffer and constant that a get_attr node names,
-            by the tensor's id.
+            by the memory it has in truth (`key_of`).
         position: Place of every node in the program.
         touches: For every storage the positions that read or write it, ascending.
         last_write: For every storage that is written the position of the last write.
@@ -81,7 +82,7 @@ class Partition:
         self.program = living(module.graph, facts)
         self.output = module.graph.output_node()
         self.storage_of = {
-            id(attribute(module, str(node.target))): facts.nodes[node].values[0].storage
+            memory_of(attribute(module, str(node.target))): facts.nodes[node].values[0].storage
             for node in self.program
             if node.op == "get_attr" and facts.nodes[node].values
         }
@@ -105,7 +106,7 @@ class Partition:
                 touched |= {v.storage for v in self.values(argument)}
             if node.op == "call_module":
                 leaf = self._module.get_submodule(str(node.target))
-                own = {id(tensor) for tensor in (*leaf.parameters(), *leaf.buffers())}
+                own = {memory_of(tensor) for tensor in (*leaf.parameters(), *leaf.buffers())}
                 touched |= {self.storage_of[key] for key in own & self.storage_of.keys()}
             for storage in sorted(touched):
                 self.touches[storage].append(position)
