@@ -531,3 +531,38 @@ def test_parts_that_come_from_another_device_become_the_whole_first() -> None:
 def test_results_of_one_operator_cross_once_each() -> None:
     rows = errors(Shared(twice=True), (torch.randn(256, 64),), 2, 3)
     assert min(rows) >= 0
+
+
+class Asked(nn.Module):
+    """The gradient of its first argument is the caller's; nobody reads the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(64, 128), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, unread: Tensor) -> Tensor:
+        del unread
+        return self.out(functional.glu(self.wide(x)))
+
+
+class Spectra(nn.Module):
+    """Two spectra of a tensor: each sends back the real part of a complex gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.fft.rfft(y, dim=0)[:4].abs() + torch.fft.rfft(y, dim=0)[4:8].abs()
+
+
+@pytest.mark.parametrize("model", [Asked(), Spectra()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
+    asked = isinstance(model, Asked)
+    x = torch.randn(128, 64, requires_grad=asked)
+    rows = errors(model, (x, torch.randn(128, 64)) if asked else (x,), n, 6 if n > 1 else 1)
+    assert min(rows) >= 0
+    # Of a complex tensor only the real part crosses.
+    assert sorted(rows)[len(rows) // 2] <= (0.05 if asked or n == 1 else 0.3)

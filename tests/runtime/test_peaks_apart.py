@@ -116,3 +116,22 @@ class Squared(nn.Module):
 def test_gradients_of_two_views_of_a_whole_are_added_up(away: str) -> None:
     for seen, said in peaks(Squared(), torch.randn(256, 16), away):
         assert seen <= said <= 1.05 * seen
+
+
+class Ends(nn.Module):
+    """An early output, and much that goes backward before its gradient is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide = nn.Linear(16, 256), nn.Linear(256, 256)
+        self.last = nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x).tanh()
+        return first, self.last(self.wide(first).exp().exp())
+
+
+@pytest.mark.parametrize("away", ["last", "wide last"])
+def test_the_gradient_of_an_early_output_has_room_where_that_is(away: str) -> None:
+    for seen, said in peaks(Ends(), torch.randn(256, 16), away):
+        assert seen <= said <= 1.05 * seen

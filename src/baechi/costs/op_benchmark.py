@@ -480,8 +480,8 @@ class Arriving:
     ) -> tuple[int, int]:
         """Scratch, and what gradients reuse, of a backward whose peak was so far above its start.
 
-        The gradients count by themselves. What they are parts of, as the real part of a spectrum
-        is, is scratch.
+        The gradients count by themselves. What they are parts of is scratch, but for a spectrum of
+        which one is the real part: the graph counts that as a gradient.
         """
         passed_on = {key_of(storage) for ref in self._arrived if (storage := ref()) is not None}
         made = {key: row.nbytes() for key, row in distinct_storages(gradients).items()}
@@ -489,7 +489,10 @@ class Arriving:
         new_bytes = sum(beyond.values())
         for gradient in gradients:
             for key in beyond.keys() & distinct_storages(gradient).keys():
-                beyond[key] -= gradient.nbytes if gradient is not None else 0
+                assert gradient is not None
+                base = gradient._base
+                real = base is not None and base.is_complex() and not gradient.is_complex()
+                beyond[key] -= gradient.nbytes * (2 if real else 1)
         beyond_bytes = sum(nbytes for nbytes in beyond.values() if nbytes > 0)
         scratch_bytes = max(above_bytes - sum(made.values()), 0) + beyond_bytes
         return scratch_bytes, max(new_bytes - above_bytes, 0)

@@ -151,7 +151,7 @@ class _Steps:
     executable: Executable
     model: nn.Module
     call: Call
-    loss_device: int  # is charged with the gradients of the outputs
+    loss_device: int  # is charged with gradients of outputs that are nowhere else
     gradients: list[torch.Tensor] | None = None  # of the outputs
     inputs: tuple[torch.Tensor, ...] = ()
 
@@ -219,20 +219,23 @@ class _Steps:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose backward makes the outputs' gradients, and holds on to none of them."""
+    """A loss whose backward makes the outputs' gradients where these are, and holds on to none."""
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, account: int, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.meter, ctx.account = meter, account
-        ctx.outputs = [(t.shape, t.dtype, t.device) for t in outputs]
+        ctx.meter = meter
+        rows = ((meter.account_of(t, account), t.shape, t.dtype, t.device) for t in outputs)
+        ctx.outputs = list(rows)
         return torch.zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        with ctx.meter.counting(ctx.account):
-            rows = (torch.ones(s, dtype=dtype, device=on) for s, dtype, on in ctx.outputs)
-            return (None, None, *rows)
+        found = []
+        for account, shape, dtype, on in ctx.outputs:
+            with ctx.meter.counting(account):
+                found.append(torch.ones(shape, dtype=dtype, device=on))
+        return None, None, *found
 
 
 @final

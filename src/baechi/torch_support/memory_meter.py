@@ -13,7 +13,14 @@ from typing import Any, final
 
 import torch
 
-from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
+from baechi.torch_support.storages import (
+    distinct_storages,
+    key_of,
+    laid_out,
+    memory_of,
+    once,
+    storages,
+)
 from baechi.torch_support.tracer_internals import Watch
 
 
@@ -77,6 +84,11 @@ class Meter:
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """True if the storage is counted."""
         return key_of(storage) in self._known
+
+    def account_of(self, tensor: torch.Tensor, default: int) -> int:
+        """The account to which a tensor is charged, if it is counted."""
+        account, _ = self._known.get(memory_of(tensor), (default, 0))
+        return account
 
     def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
         """Count a storage once, until it is freed; what it grew by since, too."""

@@ -364,7 +364,7 @@ def _mirror(
     # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
     edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
     edges += [_edge(op, (at,), 0) for op, at in again.items()]
-    edges += _gradients(traced, twin, again, loss)
+    edges += _gradients(traced, twin, again, loss, home)
     # Other outputs stay where they are; the loss comes after them.
     edges += [
         _edge(tensor.producer, (loss,), 0)
@@ -408,17 +408,23 @@ def _values(
 
 
 def _gradients(
-    traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
+    traced: TracedOperators,
+    twin: Mapping[int, int],
+    again: Mapping[int, int],
+    loss: int,
+    home: int,
 ) -> Iterator[_Edge]:
     """The gradients of tensors, from their readers' backwards or the loss to their producers'.
 
     Or to those of readers before, which add their own and send the sum on.
     """
     viewed = _viewed_whole(traced)
-    for tensor in traced.tensors:
-        if not tensor.differentiable or tensor.producer not in twin:
-            continue
+    for tensor in filter(attrgetter("differentiable"), traced.tensors):
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        if tensor.producer not in twin:  # an argument: the caller gets its gradients at the end
+            rows = zip(tensor.consumers, sizes, strict=True)
+            yield from (_edge(twin[c], (), nbytes, kept=True) for c, nbytes in rows if c in twin)
+            continue
         if tensor.producer in viewed:
             sizes = (0,)
         targets = tensor.gradient_to or (tensor.producer,) * (len(tensor.consumers) + 1)
@@ -427,7 +433,10 @@ def _gradients(
         if tensor.kept:
             nbytes = min(tensor.nbytes, _MOST_SCALAR_BYTES) if tensor.scalar else tensor.nbytes
             nbytes = nbytes if _enters_loss(traced, tensor) else 0
-            sources.append((loss, None, nbytes, ends[-1]))
+            apart = tensor.producer != home and nbytes > 0
+            sources.append((loss, None, 0 if apart else nbytes, ends[-1]))
+            if apart:  # where the output is: room for it from then on
+                yield _edge(tensor.producer, (twin[ends[-1]],), nbytes)
         sources += [
             (twin[c], again.get(c), nbytes, end)
             for c, nbytes, end in zip(tensor.consumers, sizes, ends[:-1], strict=True)

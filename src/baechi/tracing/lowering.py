@@ -176,7 +176,9 @@ class Lowering:
                 shapes[value.storage].add(value.shape)
         kept = shapes.keys()
         inputs = self._module.graph.find_nodes(op="placeholder")
-        given = {v.storage for n in inputs for v in self._parts.values(n)} & self._facts.written
+        arguments = [value for node in inputs for value in self._parts.values(node)]
+        given = {value.storage for value in arguments} & self._facts.written
+        wanted = {value.storage for value in arguments if value.requires_grad}
         rows: list[tuple[TracedTensor, int | None]] = []
         for storage in sorted(set(consumers) | kept):
             home = self._parts.home(storage)
@@ -185,7 +187,7 @@ class Lowering:
             source = self._parts.is_source(storage)
             readers = sorted(consumers[storage])
             # Of a returned view to the view, and not to its base.
-            differentiable = any(
+            differentiable = storage in wanted or any(
                 value.requires_grad and value.storage == storage for value in self._results(home)
             )
             tensor = TracedTensor(
@@ -240,12 +242,13 @@ class Lowering:
             nbytes = sum(value.nbytes for value in values)
             users = [(self._parts.op_of.get(user), user) for user in self._parts.users(node)]
             for reader in sorted(sent.keys() & dict(users).keys() - {op}):
-                repeated = [self._repeated(node, user) for own, user in users if own == reader]
-                if expands and repeated[0] and len(repeated) == 1:
-                    sent[reader] += repeated[0]
+                mine = [user for own, user in users if own == reader]
+                repeated = self._repeated(node, mine[0]) if expands and len(mine) == 1 else 0
+                if repeated:
+                    sent[reader] += repeated
                     expands = False
                 else:
-                    sent[reader] += nbytes
+                    sent[reader] += nbytes * (2 if self._is_half(node, mine) else 1)
         return tuple(sent.values())
 
     def _repeated(self, node: fx.Node, user: fx.Node) -> int:
@@ -260,6 +263,17 @@ class Lowering:
         written = mine[0].storage in self._parts.last_write
         handed_on = is_one_node(node) and made and not written
         return sum(value.nbytes for value in result) if handed_on else 0
+
+    def _is_half(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
+        """True if its gradient is the real part of a complex tensor, whose memory it holds.
+
+        So it is of a real tensor of which some operator, such as `rfft`, makes a complex one.
+        """
+        mine = self._parts.values(node)
+        results = [value for user in users for value in self._parts.values(user)]
+        seen = all(operator_name(user) == "view_as_complex" for user in users)
+        real = not any(value.dtype.is_complex for value in mine)
+        return real and not seen and any(value.dtype.is_complex for value in results)
 
     def _returned_elsewhere(self) -> set[int]:
         """Operators that return a view with a gradient of what another one made."""

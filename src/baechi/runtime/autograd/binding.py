@@ -282,7 +282,8 @@ class _Binder:
             else:
                 template[argument] = located(layout.attribute(node), self._places[device])
         nodes = layout.nodes(tape)
-        inputs = {node: self._inputs[node] for node in nodes if node.op == "placeholder"}
+        read = (node for node in nodes if node.op == "placeholder" and node.users)
+        inputs = {node: self._inputs[node] for node in read}
         outputs = [self._output(node, tape, i) for i, node in enumerate(part.outputs)]
         passed = (n for n in nodes if n.op == "placeholder" or n in self._module.travelling)
         outputs += [self._output(node, tape, -1) for node in passed if self._leaves(node, tape)]
