@@ -557,7 +557,21 @@ class Spectra(nn.Module):
         return torch.fft.rfft(y, dim=0)[:4].abs() + torch.fft.rfft(y, dim=0)[4:8].abs()
 
 
-@pytest.mark.parametrize("model", [Asked(), Spectra()], ids=lambda m: type(m).__name__)
+class Unread(nn.Module):
+    """A result of which the rest of the model reads a part, and an operator without effect all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unread = nn.Linear(64, 64), nn.LSTM(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        made = torch.stack((y, x, y - x)).max(0).values
+        self.unread(made)
+        return made[:4] * 2
+
+
+@pytest.mark.parametrize("model", [Asked(), Spectra(), Unread()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("n", [1, 2])
 def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
     asked = isinstance(model, Asked)
@@ -565,4 +579,4 @@ def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
     rows = errors(model, (x, torch.randn(128, 64)) if asked else (x,), n, 6 if n > 1 else 1)
     assert min(rows) >= 0
     # Of a complex tensor only the real part crosses.
-    assert sorted(rows)[len(rows) // 2] <= (0.05 if asked or n == 1 else 0.3)
+    assert sorted(rows)[len(rows) // 2] <= (0.3 if isinstance(model, Spectra) else 0.05)

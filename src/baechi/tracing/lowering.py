@@ -87,8 +87,12 @@ def lower(
     returned: Structure,
     attributes: Attributes,
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    """The operators and tensors of a flat graph, and what runs of them."""
+    """The operators and tensors of a flat graph, which loses its other nodes."""
     parts = Partition(module, facts)
+    living = {*parts.program, parts.output}
+    for node in reversed(module.graph.nodes):
+        if node not in living:
+            module.graph.erase_node(node)
     lowering = Lowering(model, module, facts, parts)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
