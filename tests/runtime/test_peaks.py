@@ -571,12 +571,28 @@ class Unread(nn.Module):
         return made[:4] * 2
 
 
-@pytest.mark.parametrize("model", [Asked(), Spectra(), Unread()], ids=lambda m: type(m).__name__)
+class Waiting(nn.Module):
+    """A part of a stack's gradient, which holds the whole beside another operator's scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        z = torch.cat([y[i::2] * (i + 1) for i in range(2)])
+        return torch.stack((y, z.gather(0, (x * 3).long().abs() % len(x)))).mean(0)
+
+
+@pytest.mark.parametrize(
+    "model", [Asked(), Spectra(), Unread(), Waiting()], ids=lambda m: type(m).__name__
+)
 @pytest.mark.parametrize("n", [1, 2])
 def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
     asked = isinstance(model, Asked)
     x = torch.randn(128, 64, requires_grad=asked)
     rows = errors(model, (x, torch.randn(128, 64)) if asked else (x,), n, 6 if n > 1 else 1)
     assert min(rows) >= 0
-    # Of a complex tensor only the real part crosses.
-    assert sorted(rows)[len(rows) // 2] <= (0.3 if isinstance(model, Spectra) else 0.05)
+    # A spectrum crosses without its imaginary part; where parts of a stack wait is not known.
+    most = 0.3 if isinstance(model, Spectra | Waiting) else 0.05
+    assert sorted(rows)[len(rows) // 2] <= most

@@ -128,6 +128,7 @@ def estimate(
         for key, load in workloads(traced).items()
     }
     added = [accumulation_ns(op.trained_bytes) for op in traced.ops]
+    scratch = [costs[op.key].backward_workspace_bytes or 0 for op in traced.ops]
     rows = tuple(
         replace(
             costs[op.key],
@@ -140,10 +141,10 @@ def estimate(
             parameter_bytes=op.trained_bytes + op.frozen_bytes,
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
-            backward_workspace_bytes=held.with_own(costs[op.key].backward_workspace_bytes or 0),
+            backward_workspace_bytes=held.workspace_bytes,
         )
         for op, output_bytes, held, (added_ns, launched_ns) in zip(
-            traced.ops, traced.made_bytes, held_gradients(traced), added, strict=True
+            traced.ops, traced.made_bytes, held_gradients(traced, scratch), added, strict=True
         )
     )
     how = "calibrated" if calibration is not None else "uncalibrated"

@@ -17,6 +17,7 @@ Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -32,32 +33,32 @@ _HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias", "sum"}
 
 
 class Held(NamedTuple):
-    """Bytes beside an operator's backward: while it runs, and at its end.
+    """Bytes that an operator's backward needs beside what it makes.
 
-    The backward of one that joins takes `least_ns`, though it has no kernel: what takes no time has
-    nothing beside what it makes, but a part that leaves its tape is copied beside the whole. So
-    does that of one with several readers: their gradients are beside the sum of them.
+    Its scratch is gone at its end. The backward of one that joins takes `least_ns`, though it has
+    no kernel: what takes no time has nothing beside what it makes, but a part that leaves its tape
+    is copied beside the whole. So does that of one with several readers: their gradients are beside
+    the sum of them.
     """
 
-    running: int = 0
-    ending: int = 0
-    least_ns: int = 0
-
-    def with_own(self, workspace_bytes: int) -> int:
-        """Scratch of a backward with these: its own is gone at its end."""
-        return self.running + max(workspace_bytes, self.ending)
+    workspace_bytes: int
+    least_ns: int
 
 
-def held_gradients(traced: Traced) -> list[Held]:
-    """What is held beside the backward of every operator of a trace, in this process."""
-    graph = _Gradients(traced)
+def held_gradients(traced: Traced, scratch: Sequence[int]) -> list[Held]:
+    """What the backward of every operator of a trace needs, with its own scratch, in this process.
+
+    The scratch is in bytes for each operator.
+    """
+    graph = _Gradients(traced, scratch)
     graph.add_parts()
     graph.add_joins()
-    rows = [Held(least_ns=int(op in graph.joining)) for op in range(len(traced.ops))]
-    for running, ending, op in zip(graph.running, graph.ending, graph.ops, strict=True):
-        row = rows[op]
-        rows[op] = Held(max(row.running, running), max(row.ending, ending), row.least_ns)
-    return rows
+    running, ending = [0] * len(traced.ops), list(scratch)
+    for beside, at_end, op in zip(graph.running, graph.ending, graph.ops, strict=True):
+        running[op], ending[op] = max(running[op], beside), max(ending[op], at_end)
+    joining = graph.joining
+    rows = enumerate(zip(running, ending, strict=True))
+    return [Held(beside + most, int(op in joining)) for op, (beside, most) in rows]
 
 
 @final
@@ -67,10 +68,12 @@ class _Gradients:
 
     Attributes:
         ops: The operators of the nodes that compute, in program order.
-        running, ending: As in `Held`, for each.
+        running: What is held beside the scratch of each.
+        ending: What is held at the end of each.
     """
 
     traced: Traced
+    scratch: Sequence[int]
 
     def __post_init__(self) -> None:
         module = self.traced.module
@@ -146,11 +149,11 @@ class _Gradients:
         """Add gradients of joined tensors, of which the graph has the parts.
 
         There they are beside the tensor whose parts they are. So it is held without being counted
-        only where more has come since than it is large: gradients of parameters, and what goes in
-        and out of an operator.
+        only where more has come since than it is large: gradients of parameters, what goes in
+        and out of an operator, and its scratch.
         """
         came, sent = self._flow()
-        flow = [*map(sum, zip(came, sent, strict=True))]
+        flow = [*map(sum, zip(came, sent, self.scratch, strict=True))]
         inner: set[fx.Node] = set()
         begun: dict[int, int] = defaultdict(int)  # of joins whose parts are views' gradients
         for node, place in reversed(self._place.items()):

@@ -297,9 +297,11 @@ def _accumulations(traced: Traced) -> list[Addition | None]:
 def _rows(traced: Traced, measured: dict[str, Measured], microbatches: int) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
     rows = []
-    held, accumulations = held_gradients(traced), _accumulations(traced)
+    alone = [measured.get(op.key, Measured(0)) for op in traced.ops]
+    held = held_gradients(traced, [cost.backward_workspace_bytes for cost in alone])
+    accumulations = _accumulations(traced)
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
-        cost = measured.get(op.key, Measured(0))
+        cost = alone[index]
         backward_ns = cost.backward_ns if op.differentiable else 0
         launch_ns = cost.backward_launch_ns if op.differentiable else 0
         for addition, count in additions.items():
@@ -317,7 +319,7 @@ def _rows(traced: Traced, measured: dict[str, Measured], microbatches: int) -> t
             "backward_spread_ns": cost.backward_spread_ns if op.differentiable else 0,
             "parameter_bytes": op.trained_bytes + op.frozen_bytes,
             "output_bytes": traced.made_bytes[index],
-            "backward_workspace_bytes": held[index].with_own(cost.backward_workspace_bytes),
+            "backward_workspace_bytes": held[index].workspace_bytes,
             "backward_launch_ns": launch_ns,
             "remark": "; ".join(remarks),
         }
