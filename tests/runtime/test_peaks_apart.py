@@ -135,3 +135,20 @@ class Ends(nn.Module):
 def test_the_gradient_of_an_early_output_has_room_where_that_is(away: str) -> None:
     for seen, said in peaks(Ends(), torch.randn(256, 16), away):
         assert seen <= said <= 1.05 * seen
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps much for a backward."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_keeps_nothing_where_no_backward_comes(kind: type[nn.RNNBase]) -> None:
+    for seen, said in peaks(Recurrent(kind), torch.randn(24, 16, 64), training=False):
+        assert seen <= said <= 1.05 * seen

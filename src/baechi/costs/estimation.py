@@ -30,6 +30,7 @@ from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch, quiet
 from baechi.traced.traced_model import Traced
+from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.node_facts import Value
 from baechi.tracing.pytrees import tensors_in
@@ -46,6 +47,8 @@ UNSEEN_BACKWARD: Final = (
 _CPU: Final = torch.device("cpu")
 # Classes of operators whose fp32 products may run as tf32.
 _ROUNDED: Final = frozenset({"matmul", "convolution", "recurrent"})
+# Operators that keep much for a backward. What a product copies depends on flags of its inputs.
+_RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 @final
@@ -57,6 +60,7 @@ class Workload:
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
         backward_reused_bytes: What of its backward's gradients takes room of what it kept or got.
+        inference_bytes: Scratch of a recurrent layer's forward without gradients; else None.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -66,6 +70,7 @@ class Workload:
     remark: str = ""
     unseen_bytes: int = 0
     backward_reused_bytes: int = 0
+    inference_bytes: int | None = None
 
 
 def estimate(
@@ -121,6 +126,7 @@ def estimate(
             workspace_bytes=load.workspace_bytes,
             backward_workspace_bytes=load.backward_workspace_bytes,
             backward_reused_bytes=load.backward_reused_bytes,
+            inference_workspace_bytes=load.inference_bytes,
             remark=load.remark,
             forward_launch_ns=row.host_launch_ns * len(load.forward),
             backward_launch_ns=row.host_launch_ns * len(load.backward),
@@ -272,8 +278,12 @@ def _count(
     (run,) = alone.forward_runs(1)
     produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
+    inference = None
+    if any(operator_name(node) in _RECURRENT for node in nodes):
+        with torch.no_grad():
+            _, _, inference, _ = _counted(Meter([0]), alone.inference, [])
     if not roots or not alone.differentiable:
-        return Workload(forward, workspace_bytes=scratch_bytes)
+        return Workload(forward, workspace_bytes=scratch_bytes, inference_bytes=inference)
     with meter.counting(0):
         arriving = Arriving(roots)
     try:
@@ -281,9 +291,13 @@ def _count(
         gradients, backward, _, above = _counted(meter, run, [])
     except Exception:  # reversible layers refuse it in evaluation mode
         backward = _unseen(module, nodes, True).backward
-        return Workload(forward, backward, scratch_bytes, 0, UNSEEN_BACKWARD, sum(unseen))
-    scratch, reused = arriving.scratch(gradients, above)
-    return Workload(forward, backward, scratch_bytes, scratch, "", sum(unseen), reused)
+        scratch, reused, remark = 0, 0, UNSEEN_BACKWARD
+    else:
+        scratch, reused = arriving.scratch(gradients, above)
+        remark = ""
+    return Workload(
+        *(forward, backward, scratch_bytes, scratch, remark, sum(unseen), reused, inference)
+    )
 
 
 def _counted(
