@@ -29,8 +29,7 @@ def on_the_runtime(model: nn.Module) -> baechi.PlacedModule:
 def placed() -> baechi.PlacedModule:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     options = {"costs": "estimate", "progress": False, "threads_per_device": 1, "guard": False}
-    options["placer"] = baechi.RandomPlacer(1)
-    return baechi.place(model, DEVICES, example_args=(X,), **options)
+    return baechi.place(model, DEVICES, placer=baechi.RandomPlacer(1), example_args=(X,), **options)
 
 
 def assign(model: baechi.PlacedModule) -> None:

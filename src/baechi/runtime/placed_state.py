@@ -425,7 +425,9 @@ class PlacedState:
         The caller has the lock.
         """
         special = entry.specializations.find(call)
-        if (special is None or self._lacks(special)) and any(map(self._lacks, self.all)):
+        if (special is None or self._is_outdated(special)) and any(
+            map(self._is_outdated, self.all)
+        ):
             self._renewed += 1
             if self._renewed == _OFTEN:
                 warnings.warn(_RENEWED, stacklevel=6)
@@ -447,8 +449,8 @@ class PlacedState:
         self.latest = special
         return special
 
-    def _lacks(self, special: Executable) -> bool:
-        """True if a plan is dropped, since others came in place of its parameters or buffers."""
+    def _is_outdated(self, special: Executable) -> bool:
+        """True if others came in place of a plan's parameters or buffers, and it is dropped."""
         if special.state_guard.are_same() or self._specialize is None or self.ranks is not None:
             return False
         runs = special.unsplit_on is None or self.meter is not None

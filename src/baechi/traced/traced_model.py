@@ -416,7 +416,9 @@ def _gradients(
 ) -> Iterator[_Edge]:
     """The gradients of tensors, from their readers' backwards or the loss to their producers'.
 
-    Or to those of readers before, which add their own and send the sum on.
+    Or to those of readers before, which add their own and send the sum on. The loss is where the
+    output of `home` is; gradients of other outputs have room where these are. Those of arguments
+    are the caller's.
     """
     viewed = _viewed_whole(traced)
     for tensor in filter(attrgetter("differentiable"), traced.tensors):

@@ -252,7 +252,7 @@ class Lowering:
                     sent[reader] += repeated
                     expands = False
                 else:
-                    sent[reader] += nbytes * (2 if self._is_half(node, mine) else 1)
+                    sent[reader] += nbytes * (2 if self._has_complex_gradient(node, mine) else 1)
         return tuple(sent.values())
 
     def _repeated(self, node: fx.Node, user: fx.Node) -> int:
@@ -268,7 +268,7 @@ class Lowering:
         handed_on = is_one_node(node) and made and not written
         return sum(value.nbytes for value in result) if handed_on else 0
 
-    def _is_half(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
+    def _has_complex_gradient(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
         """True if its gradient is the real part of a complex tensor, whose memory it holds.
 
         So it is of a real tensor of which some operator, such as `rfft`, makes a complex one.
