@@ -19,6 +19,7 @@ from seeds import covering, some
 from tied import Tied
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
 import baechi
 from baechi.errors import ExecutionError, InfeasibleError, InputError, TraceError
@@ -47,6 +48,18 @@ class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.two(self.norm(self.one(x.float()))))
         return h.unsqueeze(1).expand(-1, 2, -1)
+
+
+class Normalized(nn.Module):
+    """Weights that several operators read, each as a conversion that gives the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (spectral_norm(nn.Linear(*size)) for size in ((2, 16), (16, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x.float()).tanh()).unsqueeze(1).expand(-1, 2, -1)
 
 
 def criterion(y: Tensor, t: Tensor) -> Tensor:
@@ -125,7 +138,9 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_order")
-@pytest.mark.parametrize(("kind", "n"), covering([Tied, partial(Tied, 0.5), Twice], [4, 2]))
+@pytest.mark.parametrize(
+    ("kind", "n"), covering([Tied, partial(Tied, 0.5), Twice, Normalized], [4, 2])
+)
 def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: int) -> None:
     """A call and a backward, a step, and a second step on top of its gradients."""
     check_any_placement(kind, n, range(2))

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from placed import again_at_random, one_thread, step
+from seeds import some
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -44,6 +45,61 @@ def test_casts_to_what_is_there_and_checks_are_dropped(how: dict[str, object]) -
     assert traced.rung == "torch.export (non-strict)"
     assert not [name for name in targets(traced) if ".to." in name or "assert" in name]
     torch.testing.assert_close(traced.module.graph_module(tokens)[0], model(tokens), rtol=0, atol=0)
+
+
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "type_as": lambda x: x.type_as(torch.zeros(1)),
+    "flatten": lambda x: x.flatten(1),
+    "sum_to_size": lambda x: x.sum_to_size(x.shape),
+    "to_dense": lambda x: x.to_dense(),
+    "real": lambda x: x.real,
+    "conj": lambda x: x.conj(),
+    "conj_physical": lambda x: x.conj_physical(),
+    "resolve_conj": lambda x: x.resolve_conj(),
+    "resolve_neg": lambda x: x.resolve_neg(),
+    "positive": lambda x: +x,
+    "atleast_1d": torch.atleast_1d,
+    "atleast_2d": torch.atleast_2d,
+}
+
+
+class Converts(nn.Module):
+    """A tensor is read by itself and as what a conversion with nothing to convert returns."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        hidden = a(x)
+        assert self.how(hidden) is hidden or isinstance(hidden, fx.Proxy)
+        return b(hidden) * c(self.how(hidden)) + d(hidden) * self.how(self.how(hidden)).sin()
+
+
+@pytest.mark.parametrize("name", some(CONVERSIONS, 3))
+def test_conversions_with_nothing_to_convert_are_dropped(name: str) -> None:
+    model, x = Converts(CONVERSIONS[name]), torch.randn(8, 16)
+    traced = baechi.trace(model, (x,))
+    assert not [target for target in targets(traced) if name in target]
+    with one_thread():
+        expected = step(copy.deepcopy(model), (x,), {})
+        for seed in range(3):
+            module = again_at_random(traced, seed=seed, devices=3)
+            assert not expected.differs_from(step(module, (x,), {}))
+            module.unplace()
+
+
+def test_conversions_that_change_something_stay() -> None:
+    class Changes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            other = torch.complex(x, x)
+            return x.flatten(), other.real, x.sum_to_size(1, 4), x.type_as(other), other.conj()
+
+    traced = baechi.trace(Changes(), (torch.randn(3, 4),))
+    for name in ("flatten", "real", "sum_to_size", "type_as", "conj"):
+        assert [target for target in targets(traced) if name in target], name
 
 
 class Kept(nn.Module):

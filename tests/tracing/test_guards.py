@@ -543,7 +543,25 @@ class Asks(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) if torch.is_grad_enabled() else self.b(x).detach()
+        return self.a(x) if self.gradients(self.a(x)) else self.b(x).detach()
+
+    def gradients(self, _: torch.Tensor) -> bool:
+        return torch.is_grad_enabled()
+
+
+class AsksByFlag(Asks):
+    def gradients(self, hidden: torch.Tensor) -> bool:
+        return hidden.requires_grad
+
+
+class AsksByNode(Asks):
+    def gradients(self, hidden: torch.Tensor) -> bool:
+        return hidden.grad_fn is not None
+
+
+class AsksByLeaf(Asks):
+    def gradients(self, hidden: torch.Tensor) -> bool:
+        return not hidden.is_leaf
 
 
 def seen(model: nn.Module, modes: list[bool]) -> list[Any]:
@@ -558,12 +576,13 @@ def seen(model: nn.Module, modes: list[bool]) -> list[Any]:
     return [*rows, [parameter.grad for parameter in model.parameters()]]
 
 
+@pytest.mark.parametrize("asks", [Asks, AsksByFlag, AsksByNode, AsksByLeaf])
 @pytest.mark.parametrize(
     ("modes", "verify"), [([True, False, True], False), ([False, True, False], True)], ids=str
 )
-def test_each_mode_has_its_branch(modes: list[bool], verify: bool) -> None:
+def test_each_mode_has_its_branch(modes: list[bool], verify: bool, asks: type[Asks]) -> None:
     torch.manual_seed(0)
-    model = Asks()
+    model = asks()
     with torch_threads(1):
         expected = seen(model, modes)
         model.zero_grad()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
@@ -169,6 +170,10 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(inference_mode, "__enter__", _enter_no_grad)
         replace(inference_mode, "__exit__", _exit_no_grad)
         replace(torch, "is_grad_enabled", partial(_grad_enabled, mode))
+        for name, without in _TELLING.items():
+            stack.enter_context(
+                patch.object(torch.Tensor, name, _telling(mode, name, without), create=True)
+            )
         yield functions
     if lost:
         raise TraceError(
@@ -284,9 +289,32 @@ def _unnested(
 
 def _grad_enabled(mode: GradientMode, own: Callable[[], bool]) -> bool:
     """What the model's code, or torch's layers for it, read is noted."""
-    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-    ours = caller.partition(".")[0] in OURS and not caller.startswith("torch.nn.modules.")
-    return own() if ours else mode.read() and own()
+    return mode.read() and own() if _models(sys._getframe(2)) else own()
+
+
+def _models(caller: FrameType) -> bool:
+    """True if it runs the model's code, or that of torch's layers for it."""
+    name = str(caller.f_globals.get("__name__", ""))
+    return name.partition(".")[0] not in OURS or name.startswith("torch.nn.modules.")
+
+
+# Attributes of computed tensors that tell whether gradients are on, with their values otherwise.
+_TELLING: Final = {"requires_grad": False, "grad_fn": None, "is_leaf": True}
+
+
+def _telling(mode: GradientMode, name: str, without: Any) -> property:
+    """Such an attribute while a tracer runs: what the model's code reads of it is noted."""
+    own: Any = getattr(torch._C.TensorBase, name)
+    is_leaf: Any = torch._C.TensorBase.is_leaf
+    tracer = threading.get_ident()
+
+    def read(tensor: Any) -> Any:
+        value = own.__get__(tensor)
+        if is_leaf.__get__(tensor) or threading.get_ident() != tracer:
+            return value
+        return value if not _models(sys._getframe(1)) or mode.read() else without
+
+    return property(read, own.__set__)
 
 
 def _overridden(own: Callable[[Any], bool], tensors: Any) -> bool:

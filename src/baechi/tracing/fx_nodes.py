@@ -1,8 +1,9 @@
 """Nodes of traced graphs: names, arguments by name, the model's own lines, and rewrites.
 
-Nodes without effect (`without_effectless`) are checks of shapes and types, and casts to the type
-that is there. Such a cast separates one reader of a tensor from the others: autograd would sum the
-gradients in another order than the model's, and so round differently.
+Nodes without effect (`without_effectless`) are checks of shapes and types, and conversions with
+nothing to convert, such as casts to the type that is there. Such a node separates one reader of a
+tensor from the others: autograd would sum the gradients in another order than the model's, and so
+round differently.
 
 Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
 each of the two gradients by itself to those of the value's other readers. A reader on another tape
@@ -27,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.torch_support.storages import key_of
+from baechi.torch_support.storages import key_of, memory_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.tracer_internals import OpOverload
 
@@ -131,7 +132,11 @@ def source_line(node: fx.Node) -> str:
 
 
 _CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
-_CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
+# Operators of ATen that return the very tensor that they get where there is nothing to convert.
+_CONVERSIONS: Final = frozenset(
+    {"to", "type_as", "flatten", "sum_to_size", "to_dense", "real", "conj", "conj_physical"}
+    | {"resolve_conj", "resolve_neg", "positive", "atleast_1d", "atleast_2d", "atleast_3d"}
+)
 _DROPOUTS: Final = tuple(
     f"aten.{kind}dropout{own}.default" for kind in ("", "feature_", "alpha_") for own in ("", "_")
 )
@@ -145,9 +150,8 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
         for node in list(part.graph.nodes):
             if str(node.target) in _CHECKS:
                 part.graph.erase_node(node)
-            elif (str(node.target) in _CASTS and _gives_what_it_gets(node)) or _drops_nothing(node):
-                (before,) = node.all_input_nodes
-                node.replace_all_uses_with(before)
+            elif _converts_nothing(node) or _drops_nothing(node):
+                node.replace_all_uses_with(node.all_input_nodes[0])
                 part.graph.erase_node(node)
         for node in reversed(part.graph.nodes):
             # What is not read fixes no sizes, as `mask.sum() == mask.numel()` would.
@@ -159,11 +163,22 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """Whether it is a dropout that returns the very tensor that it gets, as ATen's then does.
+def _converts_nothing(node: fx.Node) -> bool:
+    """Whether it is a conversion that returns the very tensor that it gets.
 
     Readers of either are readers of one tensor, to which autograd adds up gradients one by one.
     """
+    if not str(node.target).startswith("aten.") or operator_name(node) not in _CONVERSIONS:
+        return False
+    given, made = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    same = all(getattr(given, name) == getattr(made, name) for name in ("layout", "dtype", "ndim"))
+    return same and given.layout is torch.strided and memory_of(given) == memory_of(made)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is a dropout that returns the very tensor that it gets, as ATen's then does."""
     if str(node.target) not in _DROPOUTS:
         return False
     given = node_arguments(node)
@@ -343,19 +358,6 @@ def _of_one_index(source: fx.Node, node: fx.Node) -> bool:
     """True if both come from one expression `x[..., ...]`."""
     indexing = source.target in _INDEXING and node.target in _INDEXING
     return indexing and source.meta.get("stack_trace") == node.meta.get("stack_trace")
-
-
-def _gives_what_it_gets(cast: fx.Node) -> bool:
-    """True if type, device and layout stay, and neither a copy nor other strides are requested."""
-    given = node_arguments(cast)
-    asked = [given.get("copy"), given.get("memory_format")]
-    if any(value not in (None, False, torch.preserve_format) for value in asked):
-        return False
-    (before,) = cast.all_input_nodes
-    values: list[Any] = [node.meta.get("val") for node in (before, cast)]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return False
-    return len({(value.dtype, value.device, value.layout) for value in values}) == 1
 
 
 _PYTHONS: Final = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
