@@ -243,6 +243,49 @@ def test_later_gradients_that_do_not_depend_on_an_operator_come_to_it_too(kind: 
             placed.unplace()
 
 
+class Viewed(nn.Module):
+    """A value that an operator reads several times, and then another through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, one, two, three = self.layers
+        x = first(x)
+        return one(functional.rms_norm(x, (16,))) * two(x.flatten(0, 1)).view(x.shape) * three(x)
+
+
+class Filled(nn.Module):
+    """Zeros that need a gradient because of what is written into them, read several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, one, two, three = self.layers
+        filled = torch.zeros_like(x)
+        filled[:, 1:] = first(x)[:, :-1]
+        other = torch.addcmul(two(x).minimum(filled), three(x), filled)
+        return one(filled) + other
+
+
+@pytest.mark.parametrize("kind", [Viewed, Filled])
+def test_gradients_come_in_order_through_views_and_of_what_was_written(
+    kind: type[nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    model, args = kind(), (torch.randn(4, 8, 16),)
+    traced = baechi.trace(model, args)
+    with one_thread():
+        expected = step(copy.deepcopy(model), args, {})
+        for seed in range(6):
+            placed = place_on(traced, 2, baechi.RandomPlacer(seed), threads_per_device=1)
+            assert step(placed, args, {}).differs_from(expected) == []
+            placed.unplace()
+
+
 class Later(nn.Module):
     """An operator that reads a value several times, whose result is written by another reader."""
 

@@ -256,10 +256,24 @@ class _Recorder(fx.Interpreter):
         try:
             with torch.enable_grad(), hooks:
                 self.run(*stand_ins, enable_io_processing=False)
+                self._note_gradients_written()
         finally:  # autograd holds the hook and so this; what this held no collector would find
             self.env.clear()
             self._alive.clear()
         return self._facts
+
+    def _note_gradients_written(self) -> None:
+        """Note which values need a gradient because of what was written into them since."""
+        for node, facts in self._facts.nodes.items():
+            changed = any(value.storage in self._facts.written for value in facts.values)
+            if changed and node.op == "call_function" and node in self.env:
+                parts = Parts()
+                parts.structure(self.env[node])
+                values = tuple(
+                    replace(value, requires_grad=tensor.requires_grad)
+                    for value, tensor in zip(facts.values, parts.tensors, strict=True)
+                )
+                self._facts.nodes[node] = replace(facts, values=values)
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Note what autograd keeps; an operator saves its result before it yields it.

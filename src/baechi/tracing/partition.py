@@ -5,7 +5,9 @@ An operator is a set of nodes that no placement may part:
 1. **Mutation.** Everything that touches a storage up to its last in-place write, so that no copy
    is taken between two writes and autograd sees the write beside what it overwrites.
 2. **Views** stay with the node that made their storage; a getitem with its tuple.
-3. **Convexity.** What lies on a path between two parts of an operator belongs to it: the strongly
+3. **Order.** An operator that sends several gradients to a value (`gradient_order`) stays with its
+   maker where a view of the value is read later: what comes through the view cannot wait for it.
+4. **Convexity.** What lies on a path between two parts of an operator belongs to it: the strongly
    connected components of the quotient graph.
 
 A get_attr node is an operator only where its value travels or is viewed; else it merely names the
@@ -92,6 +94,7 @@ class Partition:
         self._find_readers()
         self._join_writes()
         self._join_views()
+        self._join_orders()
         self._join_cycles()
         self._number_ops()
 
@@ -164,8 +167,19 @@ class Partition:
         self._makers[observer] = max(makers)
         return self._makers[observer]
 
+    def _join_orders(self) -> None:
+        """Rule 3."""
+        for position, node in enumerate(self.program):
+            for argument in self._facts.nodes[node].several:
+                value = node.all_input_nodes[argument]
+                storages = {v.storage for v in self.values(value)}
+                later = (user for user in self.users(value) if self.position[user] > position)
+                viewed = (v.storage in storages for user in later for v in self.values(user))
+                if value.op not in ("get_attr", "placeholder") and any(viewed):
+                    self._union.union((position, self.position[value]))
+
     def _join_cycles(self) -> None:
-        """Rule 3, and the order of operators: by first node, producers first."""
+        """Rule 4, and the order of operators: by first node, producers first."""
         while True:
             self._op_roots = self._roots_that_run()
             graph = self._quotient()
