@@ -1,12 +1,5 @@
 """The state of a placed model: its entries, and the specializations of each.
 
-An entry is the model, or a part of it that has weights: calls of it that come from outside of a
-placed step have plans of their own, around the weights where earlier calls put them.
-
-    placed(x)                  the root's entry
-    placed.encoder(x)          the encoder's, as `generate` of an encoder-decoder calls it
-      trace, step, backward    no entry: in these threads every part runs as it is
-
 What has no plan, as no tracer takes it or it does not fit, runs unsplit, which it says once.
 
 A plan that leaves all on one device, and asks nothing of the runtime, runs the model itself: calls
@@ -17,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -39,21 +32,16 @@ from baechi.runtime.batched_calls import (
     step_call,
     train,
 )
+from baechi.runtime.entries import Entry
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.cpu_workers import RunningCall
 from baechi.runtime.executors.rank_slice import RankCall
 from baechi.runtime.loss_key import key_of_loss
-from baechi.runtime.specialization import CallLock, Specializations
+from baechi.runtime.specialization import CallLock, Specializations, Specialize
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.weights import move
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_internals import (
-    CALL,
-    backward_id,
-    keeps_weights,
-    plain_call,
-    unhooked,
-)
+from baechi.torch_support.torch_internals import CALL, keeps_weights, unhooked
 from baechi.torch_support.tracer_internals import FakeTensor, foreign_tracer
 from baechi.tracing.batch_dimension import OwnLossError
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside, look
@@ -69,72 +57,6 @@ _RENEWED: Final = (
     "time its calls are planned anew. Write into those that are there: parameter.data.copy_(new), "
     "buffer.copy_(new), load_state_dict without assign=True."
 )
-
-
-class Specialize(Protocol):
-    """What makes specializations."""
-
-    @property
-    def needs_runtime(self) -> bool:
-        """True if an option asks for what only the runtime does."""
-
-    def choose(
-        self, model: nn.Module, call: Call, cutting: Microbatches
-    ) -> "tuple[Specialize, Microbatches]":
-        """What makes those for the best number of micro-batches, and that."""
-
-    def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
-        """The one among those for such calls whose family takes this one, too, if it fits."""
-
-    def __call__(
-        self,
-        model: nn.Module,
-        call: Call,
-        kin: Sequence[Executable],
-        homes: Mapping[torch.Tensor, int],
-    ) -> Executable:
-        """A new one, with parameters where they are at home; or one of these, if it will do."""
-
-
-@final
-class Entry:
-    """A module's specializations; of a part of the model also what runs when it is called.
-
-    Attributes:
-        module: The module.
-        path: Its path in the model; empty for the model itself.
-        plain: Its own call: hooks and forward, or what `module.compile()` made of them.
-        is_told: Whether somebody was told that it ran unsplit.
-        specializations: Its plans.
-    """
-
-    def __init__(self, module: nn.Module, path: str, state: "PlacedState") -> None:
-        self.module, self.path, self._state = module, path, state
-        self.plain = vars(module).get(CALL) or plain_call(module)
-        self.is_told = False
-        self.specializations = Specializations(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module."""
-        # Whoever compiles a part compiles what it is.
-        if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
-            return self.plain(*args, **kwargs)
-        return self._state.run(self, args, kwargs, self.plain)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: a copy of a part is not placed."""
-        return type(None), ()
-
-    def __str__(self) -> str:
-        n = len(self.specializations)
-        return f"{n} of {self.path}" if n else f"{self.path} unsplit"
-
-    def release(self) -> None:
-        """Let the module call what it called before."""
-        if vars(self.module).get(CALL) is self:
-            del vars(self.module)[CALL]
-            if self.plain != plain_call(self.module):
-                vars(self.module)[CALL] = self.plain
 
 
 @final

@@ -1,14 +1,16 @@
 """Placed models by shape of call, and the lock under which a new one is made."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, starmap
 from threading import Condition, RLock, get_ident
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
+import torch
 from torch import nn
 
 from baechi.errors import InputError
+from baechi.runtime.batched_calls import Microbatches
 from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.tracing.calling_convention import Call, changes
@@ -19,6 +21,31 @@ from baechi.tracing.observers import identity_of
 _MOST_KEYS: Final = 4096  # calls that are found by their key alone, and join no family again
 
 _Key = tuple[Any, int]  # a call's, and the kind of the module
+
+
+class Specialize(Protocol):
+    """What makes specializations."""
+
+    @property
+    def needs_runtime(self) -> bool:
+        """True if an option asks for what only the runtime does."""
+
+    def choose(
+        self, model: nn.Module, call: Call, cutting: Microbatches
+    ) -> "tuple[Specialize, Microbatches]":
+        """What makes those for the best number of micro-batches, and that."""
+
+    def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
+        """The one among those for such calls whose family takes this one, too, if it fits."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        call: Call,
+        kin: Sequence[Executable],
+        homes: Mapping[torch.Tensor, int],
+    ) -> Executable:
+        """A new one, with parameters where they are at home; or one of these, if it will do."""
 
 
 @final
