@@ -571,6 +571,19 @@ class Unread(nn.Module):
         return made[:4] * 2
 
 
+class Dropped(nn.Module):
+    """A result that nobody reads, of an operator that runs all the same, as it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(64, 64), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.drop(torch.cat([y] * 4))
+        return y * 2
+
+
 class Waiting(nn.Module):
     """A part of a stack's gradient, which holds the whole beside another operator's scratch."""
 
@@ -585,7 +598,7 @@ class Waiting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [Asked(), Spectra(), Unread(), Waiting()], ids=lambda m: type(m).__name__
+    "model", [Asked(), Spectra(), Unread(), Dropped(), Waiting()], ids=lambda m: type(m).__name__
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
@@ -594,5 +607,5 @@ def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
     rows = errors(model, (x, torch.randn(128, 64)) if asked else (x,), n, 6 if n > 1 else 1)
     assert min(rows) >= 0
     # A spectrum crosses without its imaginary part; where parts of a stack wait is not known.
-    most = 0.3 if isinstance(model, Spectra | Waiting) else 0.05
+    most = {Spectra: 0.3, Waiting: 0.3, Dropped: 0.1}.get(type(model), 0.05)
     assert sorted(rows)[len(rows) // 2] <= most

@@ -46,10 +46,13 @@ def function_of(
     device: torch.device,
     leaves: Mapping[str, torch.nn.Module],
 ) -> Extract:
-    """An operator as a function of what it reads, with these opaque submodules."""
+    """An operator as a function of what it reads, with these opaque submodules.
+
+    It gives what others read: what nobody does goes at once, as in a step.
+    """
     inside = set(nodes)
-    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-    outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
+    run = [n for n in nodes if n.op not in ("get_attr", "placeholder")]
+    outputs = [n for n in run if any(user not in inside for user in n.users)]
     return extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
 
 

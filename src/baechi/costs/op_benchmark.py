@@ -36,7 +36,7 @@ from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a number's meaning changes.
-METHOD: Final = 11
+METHOD: Final = 12
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -291,6 +291,7 @@ class Alone:
         differentiable: Those of them that get a gradient.
         fresh: The share of its gradients that the allocator does not keep between steps; 0 where
             it has no parameters.
+        is_read: Whether others read a result.
         single: Whether every run needs preparing of its own, since the caches are emptied.
     """
 
@@ -308,6 +309,7 @@ class Alone:
             leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
+        self.is_read = bool(part.outputs)
         self._stays = [node.op == "get_attr" for node in part.inputs]
         self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
@@ -431,7 +433,8 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
     """The memory of an operator; these first runs warm up, too."""
     meter = Meter([0])
     peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(cpu_peaks, meter)
-    saved_bytes = saved_inside_bytes(alone.forward, alone.known)
+    # What nobody reads has no backward, so its graph goes at once.
+    saved_bytes = saved_inside_bytes(alone.forward, alone.known) if alone.is_read else 0
     with torch.no_grad():
         _, inference_bytes, _ = peaks(alone.inference)
     if place.type == "cuda":

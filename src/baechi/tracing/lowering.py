@@ -308,8 +308,13 @@ class Lowering:
             if node.op not in ("placeholder", "get_attr"):
                 yield from self._parts.values(node)
 
+    def _is_read(self, op: int) -> bool:
+        """True if another operator or the caller reads a result of one."""
+        users = (user for node in self._parts.nodes_of_op[op] for user in node.users)
+        return any(self._parts.op_of.get(user) != op for user in users)
+
     def _has_backward(self, op: int) -> bool:
-        return any(value.requires_grad for value in self._results(op))
+        return self._is_read(op) and any(value.requires_grad for value in self._results(op))
 
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
         """The operators, with these tensors between them."""
@@ -360,7 +365,7 @@ class Lowering:
         for op, nodes in enumerate(self._parts.nodes_of_op):
             saved = dict.fromkeys(s for node in nodes for s in self._facts.nodes[node].saved)
             inside = (s for s in saved if s not in tensor_of and not self._parts.is_source(s))
-            inside = (s for s in inside if self._parts.home(s) in (op, None))
+            inside = (s for s in inside if self._parts.home(s) in (op, None) and self._is_read(op))
             found.append(sum(self._facts.storages[s].nbytes for s in inside))
         return found
 
