@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from placed import again_at_random, at_random, lazily, place_on, step
+from placed import EXACT, again_at_random, assert_same_values, at_random, lazily, place_on, step
 from torch import Tensor, nn
 
 import baechi
@@ -577,9 +577,16 @@ class Asking(nn.Module):
         (lambda x: (x, torch.zeros(())), "returns a tensor that it makes"),
     ],
 )
-def test_symbolic_tracing_refuses_by_name(ask: Callable[[Tensor], Any], said: str) -> None:
-    with pytest.raises(baechi.TraceError, match=said):
-        baechi.trace(Asking(ask), (X,))
+def test_what_symbolic_tracing_refuses_by_name_an_export_traces(
+    ask: Callable[[Tensor], Any], said: str
+) -> None:
+    model = Asking(ask)
+    module = at_random(model, (X,), devices=2)
+    assert module.traced.rung == "torch.export (non-strict), opaque submodules"
+    assert any(said in attempt.reason for attempt in module.traced.attempts)
+    for x in (X, -2 * X):
+        assert_same_values(module(x), Asking(ask)(x), **EXACT)
+    module.unplace()
 
 
 class Mean(nn.Module):
@@ -599,9 +606,15 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_symbolic_tracing_refuses_to_freeze_what_forward_writes(before: bool) -> None:
-    with pytest.raises(baechi.TraceError, match=r"computes with .*mean, into which it writes"):
-        baechi.trace(Mean(before=before, factor=2), (X,))
+def test_what_symbolic_tracing_would_freeze_an_export_traces(before: bool) -> None:
+    own, module = (Mean(before=before, factor=2) for _ in range(2))
+    module = at_random(module, (X,), devices=2)
+    reasons = [attempt.reason for attempt in module.traced.attempts]
+    assert any("mean, into which it writes" in reason for reason in reasons)
+    for _ in range(3):
+        assert torch.equal(module(X), own(X))
+        assert torch.equal(module.mean, own.mean)
+    module.unplace()
 
 
 def test_symbolic_tracing_takes_what_forward_writes_as_it_is() -> None:

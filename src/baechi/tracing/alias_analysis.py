@@ -52,6 +52,7 @@ from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.truth_values import CHECK
+from baechi.tracing.whole_parts import SIZES
 from baechi.tracing.workarounds import (
     called_with,
     may_take_most,
@@ -329,7 +330,7 @@ class _Recorder(fx.Interpreter):
         saved = tuple(dict.fromkeys(self._saved))
         inner = [n, *nodes_inside(n)]
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
-        checks = any(str(node.target).startswith(CHECK) for node in inner)
+        checks = any(str(node.target).startswith((CHECK, SIZES)) for node in inner)
         looks = any(isinstance(node.target, Observer) for node in inner)
         counts = gradients_sent(parts.tensors, ends.values()) if ends else []
         several = tuple(i for i, count in zip(ends, counts, strict=True) if count > 1)

@@ -310,9 +310,9 @@ def _telling(mode: GradientMode, name: str, without: Any) -> property:
 
     def read(tensor: Any) -> Any:
         value = own.__get__(tensor)
-        if is_leaf.__get__(tensor) or threading.get_ident() != tracer:
+        if value is without or threading.get_ident() != tracer or not _models(sys._getframe(1)):
             return value
-        return value if not _models(sys._getframe(1)) or mode.read() else without
+        return value if is_leaf.__get__(tensor) or mode.read() else without
 
     return property(read, own.__set__)
 

@@ -32,6 +32,7 @@ from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.whole_parts import untold
 
 # Modules whose functions know no proxies: a call of these is one node.
 _WRAPPED: Final = ("math", "einops")
@@ -48,7 +49,7 @@ class _ModuleTracer(fx.Tracer):
         wrapped: Any = tuple(sys.modules[name] for name in _WRAPPED if name in sys.modules)
         super().__init__(autowrap_modules=wrapped)
         self._own = own_modules(model)
-        self._opaque = opaque
+        self.opaque = opaque
         self._modes = _modes()
         self.path: list[str] = []
 
@@ -73,7 +74,7 @@ class _ModuleTracer(fx.Tracer):
         return super().create_arg(a.item() if isinstance(a, np.generic) else a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._opaque or super().is_leaf_module(
+        return module_qualified_name in self.opaque or super().is_leaf_module(
             m, module_qualified_name
         )
 
@@ -138,7 +139,8 @@ def _symbolic_module(
     model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
 ) -> fx.GraphModule:
     lost = _NothingLost()
-    with watched(model, mode), lost, _types_unasked(model):
+    parts = {path.removeprefix("model."): flat.get_submodule(path) for path in tracer.opaque}
+    with watched(model, mode), lost, _types_unasked(model), untold(parts):
         graph = tracer.trace(flat)
     module = fx.GraphModule(flat, graph)
     with checkpoints_watched(model):

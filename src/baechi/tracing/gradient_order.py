@@ -75,11 +75,9 @@ def routed(
 
 
 def _home(value: fx.Node, facts: Facts, parts: Partition) -> int | None:
-    """The operator that makes a value: a tensor in memory of its own that nobody writes later."""
+    """The operator that makes a value, one tensor, and its memory."""
     rows, op = facts.nodes[value].values, parts.op_of.get(value)
     if value.op in ("placeholder", "get_attr") or len(rows) != 1:
-        return None
-    if parts.last_write.get(rows[0].storage, -1) > parts.position[value]:
         return None
     return op if op == parts.home(rows[0].storage) else None
 

@@ -72,6 +72,7 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
+from baechi.tracing.whole_parts import WholeParts, check_sizes
 from baechi.tracing.workarounds import (
     RECURRENT,
     caches_told,
@@ -104,6 +105,7 @@ def _non_strict(
     *,
     places: frozenset[Place] = frozenset(),
     of_part: bool = False,
+    whole: WholeParts | None = None,
 ) -> Capture:
     outside, own = OutsideTensors(), named_state(model)
     replayed = None if truth_values is None else TruthValues(truth_values)
@@ -127,7 +129,8 @@ def _non_strict(
             if not branches.nested:
                 stack.enter_context(outside)
             before, parts = Attributes(model), {*model.modules()}
-            with draws_kept(model) as drew:
+            standing_in = nullcontext() if whole is None else whole.standing_in()
+            with draws_kept(model) as drew, standing_in:
                 yield
             sets[:] = before.named_since() + drew
             modes[:] = before.modes_since()
@@ -154,6 +157,8 @@ def _non_strict(
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
         last.callback(settle)
         module = program.module()
+        if whole is not None:
+            whole.restore(module)
         functions.restore(module)
         for node in module.graph.nodes:
             if call.autocast.dtypes and str(node.target) in RECURRENT:
@@ -164,6 +169,8 @@ def _non_strict(
             if is_unbacked(number):
                 raise TypeError("forward returns a number that depends on values of tensors")
         module = without_effectless(module)
+        if whole is not None:
+            check_sizes(module)
         if places:
             module = without_whole_slices(module)
         lasts = replayed is None or replayed.are_checks
@@ -190,6 +197,25 @@ def _truth_values(
     return _non_strict(mode, branches, model, call, values.recorded, **options)
 
 
+def _parts_whole(mode: GradientMode, of_part: bool, model: nn.Module, call: Call) -> Capture:
+    """Trace with ever more submodules whole: the innermost that fails each time."""
+
+    def run() -> None:
+        with quiet(), unchanged(model), without_observers(model):
+            _run_on_copies(model, call)
+
+    whole = WholeParts(model, run)
+    while True:
+        try:
+            branches = EagerBranches()
+            return _non_strict(mode, branches, model, call, of_part=of_part, whole=whole)
+        except TraceError:
+            raise
+        except Exception as error:
+            if not whole.give_way(error):
+                raise
+
+
 def _run_on_copies(model: nn.Module, call: Call) -> None:
     """Run the example for real; state, arguments and random numbers stay as they are."""
     flat, _ = flat_model(model, call)
@@ -204,6 +230,8 @@ def _run_on_copies(model: nn.Module, call: Call) -> None:
 _NUMBERS: Final = "numbers of the arguments"
 _CHOICES: Final = f"{_NUMBERS} and what they choose"
 _TRUTHS: Final = "truth values of the example"
+_WHOLE: Final = "opaque submodules"
+_LATE: Final = (_CHOICES, _NUMBERS, _TRUTHS, _WHOLE)
 
 
 def ladder(
@@ -229,6 +257,8 @@ def ladder(
     yield name, values
     while branches.give_way():
         yield f"{name}{branches}", values
+    if not places:
+        yield f"torch.export (non-strict), {_WHOLE}", partial(_parts_whole, mode, of_part)
 
 
 def trace(
@@ -301,7 +331,9 @@ def _climb(
     of_part: bool,
 ) -> Traced:
     """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
-    late = next((kind for kind in (_CHOICES, _NUMBERS, _TRUTHS) if like and kind in like.rung), "")
+    late = next(
+        (kind for kind in (_CHOICES, _NUMBERS, _TRUTHS, _WHOLE) if like and kind in like.rung), ""
+    )
     attempts = [row for row in (like.attempts if like and late else ()) if late not in row.rung]
     whole: Traced | None = None
     before = Attributes(model)
@@ -309,7 +341,7 @@ def _climb(
         if late not in rung:
             continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
-        if (places or whole is not None) and _TRUTHS in rung and not asked:
+        if (places or whole is not None) and ((_TRUTHS in rung and not asked) or _WHOLE in rung):
             continue  # a run on real tensors would say nothing new
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
@@ -486,11 +518,14 @@ def _lowered(
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
     kept = _kept(call, facts)
-    whole = opaque_leaves(captured.module, captured.module.graph.nodes).values()
+    whole = opaque_leaves(captured.module, captured.module.graph.nodes)
     # Forward sets some attributes itself, whose values do not count.
-    attributes = before.settled(whole, reads)
+    attributes = before.settled(whole.values(), reads)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned, attributes)
-    sets = tuple(captured.sets or before.named_since())
+    # What a submodule sets that stays whole, it sets in placed calls, too.
+    inside = tuple(f"{path.removeprefix('model.')}." for path in whole)
+    names = captured.sets or before.named_since()
+    sets = tuple(name for name in names if not name.startswith(inside))
     if sets:
         _refuse_settling(captured.module, facts, sets[0])
     return ops, tensors, replace(lowered, family=family, questions=captured.questions, sets=sets)

@@ -1,0 +1,156 @@
+"""Submodules that no tracer takes, in models that `torch.export` alone can trace."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from placed import again_at_random, lazily, one_thread, step
+from torch import Tensor, nn
+
+import baechi
+from baechi.errors import ExecutionError, TraceError
+
+WHOLE = "torch.export (non-strict), opaque submodules"
+
+
+class Experts(nn.Module):
+    """A layer that runs those of its parts that are hit, as many do."""
+
+    scale: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
+        weights = self.gate(x).softmax(-1)
+        chosen, made = weights.argmax(-1), torch.zeros_like(x)
+        for number in chosen.unique():
+            rows = torch.where(chosen == number)
+            made[rows] = self.experts[int(number)](x[rows]) * weights[rows][:, int(number), None]
+        self.hit = len(chosen.unique())
+        scale = 1 if self.scale is None else self.scale
+        return made * scale if bias is None else made + bias, weights, None
+
+
+class Model(nn.Module):
+    """Writes into what it computed, which fx does not take, between two layers of experts."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.one, self.two = Experts(), Experts()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        x[:, :1] = 0
+        if self.kind == "sets":
+            self.two.scale = x.mean()
+        made, weights, _ = self.one(x)
+        if self.kind == "reads":
+            made = made * self.one.hit
+        with torch.set_grad_enabled(self.kind != "without gradients"):
+            made, _, _ = self.two(x + made, bias=weights.mean())
+        return self.last(made) + weights.sum()
+
+
+def test_layers_that_cannot_be_traced_stay_whole_in_an_export() -> None:
+    model = Model()
+    hooked = []
+    model.two.register_forward_hook(lambda _, given, made: hooked.append(len(given)) or made)
+    traced = baechi.trace(model, (torch.randn(2, 5, 8),))
+    assert traced.rung == WHOLE
+    names = [op.name for op in traced.ops]
+    assert [name for name in names if "whole" in name] == ["one/whole", "two/whole_1"]
+    assert len(names) > 6
+    with one_thread():
+        for seed in range(4):
+            placed = again_at_random(traced, seed=seed, devices=3)
+            hooked.clear()
+            for _ in range(3):  # other parts are hit
+                args = (torch.randn(2, 5, 8),)
+                unsplit = copy.deepcopy(model)
+                unsplit.two._forward_hooks.clear()
+                assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
+            assert hooked == [1, 1, 1]
+            placed.unplace()
+
+
+def test_lazily_placed_models_train_and_answer_with_such_layers() -> None:
+    unsplit, model = Model(), Model()
+    with one_thread():
+        placed = lazily(model, max_shapes=4)
+        for shape in ((2, 5, 8), (3, 5, 8), (2, 5, 8)):
+            args = (torch.randn(shape),)
+            assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
+            with torch.no_grad():
+                assert torch.equal(unsplit(*args), placed(*args))
+    placed.unplace()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("sets", "forward sets 'scale' of two, which cannot be traced"),
+        ("reads", "forward reads 'hit' of one, which cannot be traced"),
+        ("without gradients", "two cannot stay whole where forward switches gradients"),
+    ],
+)
+def test_what_such_a_layer_would_not_be_told_is_refused(kind: str, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        baechi.trace(Model(kind), (torch.randn(2, 5, 8),))
+
+
+class Told(nn.Module):
+    """fx can trace all but the layer of experts, to which forward tells something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(8, 8), Experts(), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.experts.scale = x.mean()
+        return self.last(self.experts(x)[0])
+
+
+def test_what_fx_would_lose_is_refused_too() -> None:
+    with pytest.raises(TraceError, match="forward sets 'scale' of experts"):
+        baechi.trace(Told(), (torch.randn(2, 5, 8),))
+
+
+class Selecting(nn.Module):
+    """Gives as many rows as the values choose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[int(row)] for row in (x.sum(-1) > 0).nonzero()[:, 0]])
+
+
+class Selected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(4, 4), Selecting(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x[:, :1] = 0
+        x = self.part(x)
+        return self.last(x) / x.shape[0]
+
+
+def test_results_of_other_sizes_than_in_the_trace_are_an_error() -> None:
+    torch.manual_seed(0)
+    model = Selected()
+    x = torch.randn(8, 4)
+    traced = baechi.trace(model, (x,))
+    assert traced.rung == WHOLE
+    with one_thread():
+        placed = again_at_random(traced, seed=0, devices=2)
+        assert torch.equal(placed(x), copy.deepcopy(model)(x))
+        with pytest.raises(ExecutionError, match=r"part/sizes.*sizes mismatch"):
+            placed(-x * 2 + 1)
+    placed.unplace()
