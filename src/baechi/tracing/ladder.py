@@ -201,7 +201,7 @@ def _parts_whole(mode: GradientMode, of_part: bool, model: nn.Module, call: Call
     """Trace with ever more submodules whole: the innermost that fails each time."""
 
     def run() -> None:
-        with quiet(), unchanged(model), without_observers(model):
+        with unchanged(model), without_observers(model):
             _run_on_copies(model, call)
 
     whole = WholeParts(model, run)
