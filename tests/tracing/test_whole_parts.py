@@ -124,10 +124,11 @@ def test_what_fx_would_lose_is_refused_too() -> None:
 
 
 class Selecting(nn.Module):
-    """Gives as many rows as the values choose."""
+    """Gives as many rows as the values choose, inside of lists."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x[int(row)] for row in (x.sum(-1) > 0).nonzero()[:, 0]])
+    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        rows = [x[int(row)] for row in (x.sum(-1) > 0).nonzero()[:, 0]]
+        return [torch.stack(rows)], x * 2
 
 
 class Selected(nn.Module):
@@ -138,8 +139,8 @@ class Selected(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         x[:, :1] = 0
-        x = self.part(x)
-        return self.last(x) / x.shape[0]
+        (x,), twice = self.part(x)
+        return self.last(x) / x.shape[0] + twice.mean(0)
 
 
 def test_results_of_other_sizes_than_in_the_trace_are_an_error() -> None:

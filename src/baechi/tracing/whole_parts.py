@@ -158,8 +158,9 @@ def untold(
     write, read = nn.Module.__setattr__, nn.Module.__getattribute__
 
     def refuse(does: str, module: nn.Module, attribute: str) -> NoReturn:
-        name = inside[id(read(module, "__dict__"))]
-        raise RuntimeError(f"forward {does} {attribute!r} of {name}, which cannot be traced")
+        name = inside.get(id(read(module, "__dict__")))
+        whose = f"of {name}, which" if name else "that a submodule sets, and that"
+        raise RuntimeError(f"forward {does} {attribute!r} {whose} cannot be traced")
 
     def written(module: nn.Module, attribute: str, value: Any) -> None:
         own = read(module, "__dict__")
@@ -181,16 +182,24 @@ def untold(
 
 def check_sizes(module: fx.GraphModule) -> None:
     """Let each call of a submodule that stays whole check the sizes of what it gives."""
+    target = torch.ops.aten._assert_tensor_metadata.default
     for node in [node for node in module.graph.nodes if node.op == "call_module"]:
-        for value in (node, *(user for user in node.users if user.target is operator.getitem)):
+        for value in _parts_of(node):
             made = value.meta.get("val")
             if isinstance(made, torch.Tensor):
-                target = torch.ops.aten._assert_tensor_metadata.default
                 with node.graph.inserting_after(value):
                     arguments = (value, list(made.shape))
                     check = node.graph.create_node("call_function", target, arguments, name="sizes")
                 check.meta = {key: node.meta[key] for key in node.meta.keys() - {"val"}}
     module.recompile()
+
+
+def _parts_of(node: fx.Node) -> list[fx.Node]:
+    """A result and what is taken out of it."""
+    rows = [node]
+    for row in rows:
+        rows += [user for user in row.users if user.target is operator.getitem]
+    return rows
 
 
 def _is_torchs(module: nn.Module) -> bool:
