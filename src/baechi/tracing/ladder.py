@@ -10,6 +10,8 @@
     choose                       chose
     torch.export, truth values   those of the example's tensors, each with a check; in the place of
                                  a part that stays whole if all say that numbers are finite
+    torch.export, opaque         where fx cannot trace what is around submodules that stay whole
+      submodules                 (`whole_parts`)
 
 Each rung traces the same flat function (`calling_convention.flat_model`). The rung taken, and why
 those above failed, with the model's own line, are kept in `Traced.attempts`.
