@@ -106,21 +106,28 @@ def test_what_such_a_layer_would_not_be_told_is_refused(kind: str, said: str) ->
 
 
 class Told(nn.Module):
-    """fx can trace all but the layer of experts, to which forward tells something."""
+    """fx can trace all but the layer of experts, which is told something, or tells something."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sets: bool) -> None:
         super().__init__()
         self.first, self.experts, self.last = nn.Linear(8, 8), Experts(), nn.Linear(8, 64)
+        self.sets = sets
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.experts.scale = x.mean()
-        return self.last(self.experts(x)[0])
+        if self.sets:
+            self.experts.scale = x.mean()
+        made, _, _ = self.experts(x)
+        return self.last(made if self.sets else made * self.experts.hit)
 
 
-def test_what_fx_would_lose_is_refused_too() -> None:
-    with pytest.raises(TraceError, match="forward sets 'scale' of experts"):
-        baechi.trace(Told(), (torch.randn(2, 5, 8),))
+@pytest.mark.parametrize("sets", [True, False])
+def test_what_fx_would_lose_is_refused_too(sets: bool) -> None:
+    said = "sets 'scale' of experts" if sets else "reads 'hit' that a submodule sets"
+    model, x = Told(sets=sets), torch.randn(2, 5, 8)
+    model(x)  # which sets it
+    with pytest.raises(TraceError, match=f"forward {said}"):
+        baechi.trace(model, (x,))
 
 
 class Selecting(nn.Module):

@@ -20,10 +20,11 @@ from torch import fx, nn
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import distinct_storages
+from baechi.torch_support.torch_internals import state_of
 from baechi.torch_support.tracer_internals import FakeTensor, TorchDispatchMode
 from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, flat_model
-from baechi.tracing.faithfulness import checkpoints_watched, watched
+from baechi.tracing.faithfulness import checkpoints_watched, reads_noted, watched
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
 from baechi.tracing.model_code import NUMBERS, own_modules, seen_by
@@ -32,7 +33,7 @@ from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
 from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
-from baechi.tracing.whole_parts import untold
+from baechi.tracing.whole_parts import sets_noted, untold
 
 # Modules whose functions know no proxies: a call of these is one node.
 _WRAPPED: Final = ("math", "einops")
@@ -140,11 +141,16 @@ def _symbolic_module(
 ) -> fx.GraphModule:
     lost = _NothingLost()
     parts = {path.removeprefix("model."): flat.get_submodule(path) for path in tracer.opaque}
-    with watched(model, mode), lost, _types_unasked(model), untold(parts):
+    told = untold(parts)
+    with watched(model, mode), lost, _types_unasked(model), told, reads_noted(model) as reads:
         graph = tracer.trace(flat)
     module = fx.GraphModule(flat, graph)
-    with checkpoints_watched(model):
+    with checkpoints_watched(model), sets_noted() as found:  # by what stays whole
         facts = propagate(module, call.tensors)
+    rows = ((vars(part), names) for part in model.modules() for names in state_of(part))
+    state = {(id(own), name) for own, names in rows for name in names}
+    for name in sorted(name for _, name in (reads & found) - state):
+        raise RuntimeError(f"forward reads {name!r} that a submodule sets which stays whole")
     _refuse_objects(facts, tracer)
     _refuse_frozen(module, facts, lost)
     refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())

@@ -84,14 +84,9 @@ class WholeParts:
             self._run()
 
     def _see(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        write = nn.Module.__setattr__
-
-        def written(module: nn.Module, attribute: str, value: Any) -> None:
-            self._set.add((id(vars(module)), attribute))
-            write(module, attribute, value)
-
-        with patch.object(nn.Module, "__setattr__", written):
+        with sets_noted() as found:
             result = plain_call(self._parts[name])(*args, **kwargs)
+        self._set |= found
         self._forms[name].append(pytree.tree_map(_form, result))
         return result
 
@@ -144,6 +139,20 @@ class WholeParts:
                 node.op, node.target, node.args = "call_module", path, node.args[1:]
             part.recompile()
         refuse_hidden_parameters(self._model, self._parts.values())
+
+
+@contextmanager
+def sets_noted() -> Iterator[set[tuple[int, str]]]:
+    """Gets what is set inside of modules: names, by ids of the modules' dicts."""
+    found: set[tuple[int, str]] = set()
+    write = nn.Module.__setattr__
+
+    def written(module: nn.Module, attribute: str, value: Any) -> None:
+        found.add((id(vars(module)), attribute))
+        write(module, attribute, value)
+
+    with patch.object(nn.Module, "__setattr__", written):
+        yield found
 
 
 @contextmanager
