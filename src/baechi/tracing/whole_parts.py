@@ -11,8 +11,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, final
+from typing import Any, Final, NoReturn, final
 from unittest.mock import patch
 
 import torch
@@ -32,8 +33,10 @@ SIZES: Final = "aten._assert_tensor_metadata."  # prefix of the operators that c
 _OURS: Final = "submodule:"  # begins the name of what a node stands for
 
 
-class _Form(NamedTuple):
-    """What is known of a result before it is there."""
+@final
+@dataclass(frozen=True)
+class _Form:
+    """What is known of a tensor that is a result, before it is there."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -229,21 +232,12 @@ def _form(value: Any) -> Any:
         return None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         raise RuntimeError(f"a submodule that would stay whole returns a {type(value).__name__}")
-    return _Tensor(_Form(value.shape, value.stride(), value.dtype, value.requires_grad))
+    return _Form(value.shape, value.stride(), value.dtype, value.requires_grad)
 
 
-@final
-class _Tensor:
-    """A form as a leaf of a result."""
-
-    def __init__(self, form: _Form) -> None:
-        self.form = form
-
-
-def _made(given: torch.Tensor, leaf: Any) -> Any:
+def _made(given: torch.Tensor, form: _Form | None) -> torch.Tensor | None:
     """A tensor of a form, as one that forward computed."""
-    if not isinstance(leaf, _Tensor):
-        return leaf
-    shape, stride, dtype, graded = leaf.form
-    made = given.new_empty_strided(shape, stride, dtype=dtype)
-    return made.requires_grad_().clone() if graded else made
+    if form is None:
+        return None
+    made = given.new_empty_strided(form.shape, form.stride, dtype=form.dtype)
+    return made.requires_grad_().clone() if form.graded else made
