@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.torch_support.storages import key_of, memory_of
+from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.tracer_internals import OpOverload
 
@@ -170,11 +170,12 @@ def _converts_nothing(node: fx.Node) -> bool:
     """
     if not str(node.target).startswith("aten.") or operator_name(node) not in _CONVERSIONS:
         return False
-    given, made = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    source = node.all_input_nodes[0]
+    given, made = source.meta.get("val"), node.meta.get("val")
     if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
     same = all(getattr(given, name) == getattr(made, name) for name in ("layout", "dtype", "ndim"))
-    return same and given.layout is torch.strided and memory_of(given) == memory_of(made)
+    return same and given.layout is torch.strided and _memory(source) == _memory(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
