@@ -441,13 +441,13 @@ def test_a_later_trace_begins_where_an_earlier_one_ended(
     checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-    rungs = ladder.ladder
+    rungs = ladder.rungs
 
     def noted(*args: Any) -> Any:
         for rung, capture in rungs(*args):
             yield rung, partial(_noted, tried, rung, capture)
 
-    monkeypatch.setattr(ladder, "ladder", noted)
+    monkeypatch.setattr(ladder, "rungs", noted)
     placed = baechi.place(
         Counted(checks), ["cpu:0", "cpu:1"], placer="round-robin", costs="estimate", progress=False
     )

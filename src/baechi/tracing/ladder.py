@@ -1,32 +1,17 @@
-"""The ladder from a model to a `Traced`: tracers in order, until one succeeds.
+"""The ladder from a model to a `Traced`: tracers in order (`rungs`), until one succeeds.
 
-    torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
-    the same, export branches    where the branches of an eager run cannot be traced
-    module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
-                                 submodule that cannot be traced
-    torch.export, numbers        those that forward reads from integers among arguments, buffers;
-                                 tried before a submodule stays whole with most of the parameters
-    the same, and what they      where forward goes on to read numbers of what a mask of arguments
-    choose                       chose
-    torch.export, truth values   those of the example's tensors, each with a check; in the place of
-                                 a part that stays whole if all say that numbers are finite
-    torch.export, opaque         where fx cannot trace what is around submodules that stay whole
-      submodules                 (`whole_parts`)
-
-Each rung traces the same flat function (`calling_convention.flat_model`). The rung taken, and why
-those above failed, with the model's own line, are kept in `Traced.attempts`.
+The rung taken, and why those above failed, with the model's own line, are kept in
+`Traced.attempts`.
 """
 
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -34,233 +19,23 @@ from torch import fx, nn
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.storages import extent
-from baechi.torch_support.symbolic_sizes import is_unbacked
-from baechi.torch_support.tracer_internals import frugal_export, quiet, shown_on_cpu
+from baechi.torch_support.tracer_internals import quiet, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import copy_of, named_state, propagate, propagate_symbolic
-from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
-from baechi.tracing.export_branches import EagerBranches
-from baechi.tracing.faithfulness import reads_noted, refuse_new_leaves, refuse_unfaithful, watched
-from baechi.tracing.families import Family, Place, dynamic_shapes, kinds_carried, numbers_among
-from baechi.tracing.fx_nodes import (
-    casts_shared,
-    casts_shared_in_blocks,
-    op_and_line,
-    read_once,
-    without_effectless,
-    without_layouts,
-    without_whole_slices,
-)
-from baechi.tracing.fx_tracer import symbolic_trace, types_told
+from baechi.tracing.calling_convention import Call, canonical_call, inside
+from baechi.tracing.faithfulness import reads_noted, refuse_unfaithful
+from baechi.tracing.families import Family, Place, kinds_carried, numbers_among
+from baechi.tracing.fx_nodes import casts_shared, casts_shared_in_blocks, op_and_line, read_once
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
-from baechi.tracing.model_code import own_modules, symbols_kept
+from baechi.tracing.model_code import own_modules
 from baechi.tracing.node_facts import Facts
-from baechi.tracing.observers import (
-    RETURN_IT,
-    has_observers,
-    in_turn,
-    without_observers,
-)
-from baechi.tracing.pytrees import Structure
-from baechi.tracing.questions import Questions
-from baechi.tracing.side_effects import (
-    OutsideTensors,
-    buffers_kept,
-    containers_kept,
-    draws_kept,
-    unchanged,
-)
+from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
+from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
+from baechi.tracing.side_effects import unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
-from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
-from baechi.tracing.whole_parts import WholeParts, check_sizes
-from baechi.tracing.workarounds import (
-    RECURRENT,
-    caches_told,
-    called_with,
-    checks_kept,
-    ctc_losses_known,
-    errors_followed,
-    lstms_in_one,
-)
-
-
-@final
-@dataclass(frozen=True)
-class Capture:
-    """The result of a rung: a flat graph, the structure around its outputs, what forward set."""
-
-    module: fx.GraphModule
-    returned: Structure
-    questions: Questions = field(default_factory=Questions)
-    sets: Sequence[str] = ()
-    lasts: bool = True  # whether truth values that calls must repeat say that numbers are finite
-
-
-def _non_strict(
-    mode: GradientMode,
-    branches: EagerBranches,
-    model: nn.Module,
-    call: Call,
-    truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
-    *,
-    places: frozenset[Place] = frozenset(),
-    of_part: bool = False,
-    whole: WholeParts | None = None,
-) -> Capture:
-    outside, own = OutsideTensors(), named_state(model)
-    replayed = None if truth_values is None else TruthValues(truth_values)
-    sets: list[str] = []
-    modes: list[tuple[dict[str, Any], str, str]] = []
-    exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # submodules, with their attributes
-
-    @contextmanager
-    def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(buffers_kept(model))
-            stack.enter_context(replayed or nullcontext())  # for what nobody else answers
-            given = [(tensor, own[name]) for name, tensor in model.named_buffers() if name in own]
-            examples = call.tensors if call.may_ask else ()
-            stack.enter_context(branches.taken(tensors, examples, given))
-            stack.enter_context(types_told(model))
-            stack.enter_context(symbols_kept(model, of_tensors=not of_part))
-            now = named_state(model).items()
-            pairs = ((own[name], tensor) for name, tensor in now if name in own)
-            outside.stand_ins = {id(mine): other for mine, other in pairs if mine is not other}
-            if not branches.nested:
-                stack.enter_context(outside)
-            before, parts = Attributes(model), {*model.modules()}
-            standing_in = nullcontext() if whole is None else whole.standing_in()
-            with draws_kept(model) as drew, standing_in:
-                yield
-            sets[:] = before.named_since() + drew
-            modes[:] = before.modes_since()
-            exchanged[:] = [(vars(m), vars(m).copy()) for m in model.modules() if m not in parts]
-
-    def settle() -> None:
-        """Undo that the exporter took all attributes back, also in exchanged submodules."""
-        for own, attributes in exchanged:
-            own.clear()
-            own.update(attributes)
-        for owner, name, chosen in modes:
-            owner[name] = chosen
-
-    flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
-    with (
-        ExitStack() as last,
-        watched(model, mode) as functions,
-        closing(outside),
-        frugal_export(),
-        checks_kept(),
-        containers_kept(model),
-    ):
-        shapes = dynamic_shapes(call, places) if places else None
-        program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
-        last.callback(settle)
-        module = program.module()
-        if whole is not None:
-            whole.restore(module)
-        functions.restore(module)
-        for node in module.graph.nodes:
-            if call.autocast.dtypes and str(node.target) in RECURRENT:
-                raise TypeError(
-                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-                )
-        for number in chain.from_iterable(map(_numbers, returned[-1].constants)):
-            if is_unbacked(number):
-                raise TypeError("forward returns a number that depends on values of tensors")
-        module = without_effectless(module)
-        if whole is not None:
-            check_sizes(module)
-        if places:
-            module = without_whole_slices(module)
-        lasts = replayed is None or replayed.are_checks
-        return Capture(without_layouts(module), returned[-1], branches.questions, sets, lasts)
-
-
-def _numbers(constant: Any) -> Iterable[Any]:
-    """The numbers that may be symbols: those of a shape, or the constant itself."""
-    return constant if isinstance(constant, torch.Size) else (constant,)
-
-
-def _truth_values(
-    mode: GradientMode,
-    branches: EagerBranches,
-    model: nn.Module,
-    call: Call,
-    **options: Any,
-) -> Capture:
-    """Trace with the truth values of a real run of the example."""
-    with TruthValues() as values, without_observers(model):
-        _run_on_copies(model, call)
-    if not values.recorded:
-        raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded, **options)
-
-
-def _parts_whole(mode: GradientMode, of_part: bool, model: nn.Module, call: Call) -> Capture:
-    """Trace with ever more submodules whole: the innermost that fails each time."""
-
-    def run() -> None:
-        with unchanged(model), without_observers(model):
-            _run_on_copies(model, call)
-
-    whole = WholeParts(model, run)
-    while True:
-        try:
-            branches = EagerBranches()
-            return _non_strict(mode, branches, model, call, of_part=of_part, whole=whole)
-        except TraceError:
-            raise
-        except Exception as error:
-            if not whole.give_way(error):
-                raise
-
-
-def _run_on_copies(model: nn.Module, call: Call) -> None:
-    """Run the example for real; state, arguments and random numbers stay as they are."""
-    flat, _ = flat_model(model, call)
-    state = named_state(flat)
-    copies = {name: copy_of(tensor) for name, tensor in state.items()}
-    inputs = tuple(map(copy_of, call.tensors))
-    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus):
-        called_with(flat, copies, inputs)
-
-
-_NUMBERS: Final = "numbers of the arguments"
-_CHOICES: Final = f"{_NUMBERS} and what they choose"
-_TRUTHS: Final = "truth values of the example"
-_WHOLE: Final = "opaque submodules"
-_LATE: Final = (_CHOICES, _NUMBERS, _TRUTHS, _WHOLE)
-
-
-def ladder(
-    mode: GradientMode, places: frozenset[Place] = frozenset(), of_part: bool = False
-) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
-    """The rungs, in the order in which they are tried; with symbols for the sizes at `places`."""
-    options: dict[str, Any] = {"places": places, "of_part": of_part}
-    branches = EagerBranches()
-    name, export = "torch.export (non-strict)", partial(_non_strict, mode, branches, **options)
-    yield name, export
-    while branches.give_way():
-        yield f"{name}{branches}", export
-    if not places:  # fx knows no symbols
-        opaque = partial(symbolic_trace, mode)
-        yield "module granularity, opaque leaves", lambda *given: Capture(*opaque(*given))
-    for kind, branches in (
-        (_NUMBERS, EagerBranches(numbers=True)),
-        (_CHOICES, EagerBranches(numbers=True, choices=True)),
-    ):
-        yield f"{name}, {kind}", partial(_non_strict, mode, branches, **options)
-    branches = EagerBranches()
-    name, values = f"{name}, {_TRUTHS}", partial(_truth_values, mode, branches, **options)
-    yield name, values
-    while branches.give_way():
-        yield f"{name}{branches}", values
-    if not places:
-        yield f"torch.export (non-strict), {_WHOLE}", partial(_parts_whole, mode, of_part)
+from baechi.tracing.workarounds import caches_told, ctc_losses_known, errors_followed, lstms_in_one
 
 
 def trace(
@@ -333,17 +108,15 @@ def _climb(
     of_part: bool,
 ) -> Traced:
     """The capture of the first rung that succeeds, or of the next one, if that parts it better."""
-    late = next(
-        (kind for kind in (_CHOICES, _NUMBERS, _TRUTHS, _WHOLE) if like and kind in like.rung), ""
-    )
+    late = next((kind for kind in LATE if like and kind in like.rung), "")
     attempts = [row for row in (like.attempts if like and late else ()) if late not in row.rung]
     whole: Traced | None = None
     before = Attributes(model)
-    for rung, capture in ladder(mode, places, of_part):
+    for rung, capture in rungs(mode, places, of_part):
         if late not in rung:
             continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
-        if (places or whole is not None) and ((_TRUTHS in rung and not asked) or _WHOLE in rung):
+        if (places or whole is not None) and ((TRUTHS in rung and not asked) or WHOLE in rung):
             continue  # a run on real tensors would say nothing new
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
@@ -393,7 +166,7 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
     """
     try:
         with quiet(), unchanged(model):
-            _run_on_copies(model, call)
+            run_on_copies(model, call)
     except (TraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the model's code raises
