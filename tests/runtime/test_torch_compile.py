@@ -468,7 +468,8 @@ def test_what_torch_cannot_compile_runs_as_generated_and_says_why() -> None:
         actual = module(x)
     torch.testing.assert_close(actual, model(x), **EXACT)
     assert any("data-dependent" in remark and "at signed" in remark for remark in module.remarks)
-    assert any("LSTM" in remark for remark in module.remarks)
+    compiles = torch.__version__ >= "2.15"
+    assert any("LSTM" in remark for remark in module.remarks) != compiles
     assert all(remark in module.report() for remark in module.remarks)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was said once
