@@ -403,7 +403,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gradient of a layer inside": (GradientOfALayer, "as torch.autograd.grad through parameters"),
     "gradient by torch.func": (
         lambda: Middle(torch.func.grad(lambda x: x.sin().sum())),
-        "needs a gradient and is no parameter of the model",
+        "needs a gradient and is no parameter of the model"
+        if torch.__version__ >= "2.13"
+        else "Expected FakeTensor",
     ),
 }
 

@@ -357,7 +357,8 @@ def test_what_vmap_runs_is_traced_at_all_sizes() -> None:
         mask[0, 1] = False
         args = torch.randn(2, length, 8), mask
         assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
-    assert len(placed._specializations) == 1
+    # Below 2.13 a product inside of vmap and an attention without heads fix sizes.
+    assert len(placed._specializations) == (1 if torch.__version__ >= "2.13" else 3)
     placed.unplace()
 
 
