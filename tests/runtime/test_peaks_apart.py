@@ -68,6 +68,42 @@ def test_a_joined_gradient_stays_until_its_parts_are_parts_of_another() -> None:
     assert other[0] <= other[1]
 
 
+class Rotated(nn.Module):
+    """A product that others read as a whole and in halves, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).sin()
+        whole = y * 2.0
+        return whole + torch.cat([-y[..., 32:], y[..., :32]], -1) * 3.0
+
+
+@pytest.mark.parametrize("away", ["inner", "neg", "add", "mul mul_1", "sin cat", "mul neg cat"])
+def test_parts_from_other_tapes_become_wholes_before_the_whole_s_own_operator(away: str) -> None:
+    for seen, said in peaks(Rotated(), torch.randn(16, 32, 64), away):
+        assert seen <= said
+
+
+class CutOff(nn.Module):
+    """A join of which only a part is read, so that less comes back to it than it is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.cat([y.sin(), -y.cos(), y.exp() * 2], -1)[..., :64].tanh()
+
+
+def test_a_joined_gradient_of_which_less_came_back_stays_beside_what_waits() -> None:
+    ((seen, said),) = peaks(CutOff(), torch.randn(16, 32, 64))
+    assert seen <= said <= 1.05 * seen
+
+
 class TurnedNorm(nn.Module):
     """A batch norm between two turns, whose result is turned: a product copies it."""
 

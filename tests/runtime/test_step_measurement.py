@@ -324,3 +324,19 @@ def test_logical_devices_of_one_gpu_have_a_peak_each() -> None:
     assert min(measured.peak_bytes) > 0
     assert sum(measured.peak_bytes) > 2 * own
     assert measured.step_ns > 0
+
+
+class Thinned(nn.Module):
+    """Returns rows drawn at random, of another number each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[torch.rand(len(x)) > 0.5]
+
+
+def test_steps_whose_outputs_have_other_sizes_each_time_are_measured() -> None:
+    placed = at_random(Thinned(), (torch.randn(64, 8),))
+    assert len(placed.measure(5).samples_ns) == 5

@@ -16,7 +16,7 @@ Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
@@ -97,6 +97,16 @@ class _Gradients:
         self._rank = {op: rank for rank, op in enumerate(self.ops)}  # of its last that computes
         self.running = [0] * len(rows)
         self.ending = [0] * len(rows)
+        # Bytes of the gradients that come to each operator, and of those that go from it, by the
+        # operator to which they go.
+        self._came = [0] * len(self.traced.ops)
+        self._sent = [Counter[int]() for _ in self.traced.ops]
+        for tensor in self.traced.tensors:
+            if tensor.differentiable:
+                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+                for op, nbytes in zip(tensor.consumers, sizes, strict=True):
+                    self._sent[op][tensor.producer] += nbytes
+                    self._came[tensor.producer] += nbytes
         self.joining = {
             op
             for op in self.traced.differentiated
@@ -113,19 +123,22 @@ class _Gradients:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
-        _, sent = self._flow()
         for base, places in taken.items():
             nbytes = self._nbytes(base)
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
             known = self._waiting(base) if base.op == "get_attr" and len(places) == 1 else 0
+            several = base.op != "get_attr" and len(places) > 1
             for rank in between:
                 self.running[rank] += max(nbytes - known, 0)
-                if base.op != "get_attr" and len(places) > 1:
-                    # Parts from other tapes are added up before the tape's first operator.
-                    made = sent[self.ops[rank]] + self.traced.ops[self.ops[rank]].shared_bytes
-                    self.ending[rank] = max(self.ending[rank], 2 * nbytes - made)
+                if several:  # from other tapes they are added up before the tape's first operator
+                    self.ending[rank] = max(self.ending[rank], 2 * nbytes - self._made(rank))
+            own = self._rank.get(self._op_of.get(base, -1))
+            if several and own is not None:  # which may be the whole tensor's own
+                parts = sorted(self._read_bytes(self._nodes[place]) for place in places)
+                beside = 3 * nbytes - sum(parts[:2]) - self._made(own)
+                self.ending[own] = max(self.ending[own], beside)
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
@@ -148,12 +161,11 @@ class _Gradients:
     def add_joins(self) -> None:
         """Add gradients of joined tensors, of which the graph has the parts.
 
-        There they are beside the tensor whose parts they are. So it is held without being counted
-        only where more has come since than it is large: gradients of parameters, what goes in
-        and out of an operator, and its scratch.
+        There they are beside what comes to the tensor's operator, which is as large, or is less if
+        only a part of the tensor is read. So it is held without being counted only where more has
+        come since: gradients of parameters, those that wait for operators further down, what goes
+        in and out of an operator, and its scratch.
         """
-        came, sent = self._flow()
-        flow = [*map(sum, zip(came, sent, self.scratch, strict=True))]
         inner: set[fx.Node] = set()
         begun: dict[int, int] = defaultdict(int)  # of joins whose parts are views' gradients
         for node, place in reversed(self._place.items()):
@@ -165,21 +177,25 @@ class _Gradients:
             last = min(self._last_use(source, place, inner) for source in parts)
             # Of those that keep it one at least is here, and in the graph.
             nbytes, least = self._nbytes(node), min(map(self._nbytes, parts))
-            come, seen = 0, set[int]()
+            beside = min(nbytes, self._came[self._op_of[node]])
+            come, waiting = 0, Counter[int]()  # bytes, and those for operators further down
+            seen = set[int]()
             for rank in reversed(self._between(last, place - 1)):
                 op = self.ops[rank]
-                come += 0 if op in seen else self.traced.ops[op].trained_bytes
-                seen.add(op)
-                self.running[rank] += min(max(come + flow[op] - nbytes, 0), nbytes - least)
+                if op not in seen:
+                    seen.add(op)
+                    come += self.traced.ops[op].trained_bytes + self._sent[op].total()
+                    waiting.update(self._sent[op])
+                come -= waiting.pop(op, 0)
+                now = come + self._came[op] + self.scratch[op]
+                self.running[rank] += min(max(now - beside, 0), nbytes - least)
             own = self._owner(last)
             if own is not None:
-                come += came[self.ops[own]]
-                begun[own] += min(max(come - nbytes, 0), nbytes - least)
+                begun[own] += min(max(come - beside, 0), nbytes - least)
         for rank, held in begun.items():  # first the views' gradients become one of the whole
             op = self.ops[rank]
-            whole = self.traced.gathered_bytes.get(op, 0)
-            made = sent[op] + self.traced.ops[op].shared_bytes
-            self.ending[rank] = max(self.ending[rank], held + whole - made)
+            whole = self.traced.gathered_bytes.get(op, 0) - self._made(rank)
+            self.ending[rank] = held + max(self.ending[rank], whole, self.scratch[op])
 
     def _owner(self, place: int) -> int | None:
         """The rank of the operator that a view at a position belongs to; None if it is no view."""
@@ -190,16 +206,10 @@ class _Gradients:
         """The ranks of nodes that compute from one position to another."""
         return range(bisect_left(self._positions, first), bisect_right(self._positions, last))
 
-    def _flow(self) -> tuple[list[int], list[int]]:
-        """Bytes of the gradients that come to each operator, and of those that leave it."""
-        came, sent = [0] * len(self.traced.ops), [0] * len(self.traced.ops)
-        for tensor in self.traced.tensors:
-            if tensor.differentiable:
-                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
-                for op, nbytes in zip(tensor.consumers, sizes, strict=True):
-                    sent[op] += nbytes
-                    came[tensor.producer] += nbytes
-        return came, sent
+    def _made(self, rank: int) -> int:
+        """Bytes of gradients that the graph has for what an operator's backward makes."""
+        op = self.ops[rank]
+        return self._sent[op].total() + self.traced.ops[op].shared_bytes
 
     def _last_use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> int:
         """The position down to which a reader's gradient of a node is held."""
@@ -232,6 +242,12 @@ class _Gradients:
 
     def _is_graded(self, node: fx.Node) -> bool:
         return node.op == "output" or any(value.requires_grad for value in self._values(node))
+
+    def _read_bytes(self, node: fx.Node) -> int:
+        """Of a view that gives out several parts, those that are read; of another, all."""
+        if len(self._values(node)) == 1:
+            return self._nbytes(node)
+        return sum(self._nbytes(user) for user in node.users if self._is_graded(user))
 
     def _nbytes(self, node: fx.Node) -> int:
         return sum(value.nbytes for value in self._values(node))

@@ -211,8 +211,8 @@ class _Steps:
         if meter is not None:
             loss = _Loss.apply(meter, self.loss_device, *roots)  # type: ignore[no-untyped-call]
             return forward_ns + reading(lambda: torch.autograd.backward(loss))
-        if self.gradients is None:
-            with torch_threads(1):
+        if [gradient.shape for gradient in self.gradients or ()] != [root.shape for root in roots]:
+            with torch_threads(1):  # again where sizes are drawn at random
                 self.gradients = [torch.ones_like(root) for root in roots]
         gradients = self.gradients
         return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
