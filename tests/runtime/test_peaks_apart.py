@@ -188,3 +188,21 @@ class Recurrent(nn.Module):
 def test_a_recurrent_layer_keeps_nothing_where_no_backward_comes(kind: type[nn.RNNBase]) -> None:
     for seen, said in peaks(Recurrent(kind), torch.randn(24, 16, 64), training=False):
         assert seen <= said <= 1.05 * seen
+
+
+class Biased(nn.Module):
+    """Attention whose mask is computed, for whose gradient torch keeps all scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.zeros(128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, self.mask.tanh())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_without_gradients_has_no_scores_in_memory(training: bool) -> None:
+    ((seen, said),) = peaks(Biased(), torch.randn(4, 128, 32), training=training)
+    assert seen <= said <= 1.3 * seen

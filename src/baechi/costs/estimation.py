@@ -47,8 +47,11 @@ UNSEEN_BACKWARD: Final = (
 _CPU: Final = torch.device("cpu")
 # Classes of operators whose fp32 products may run as tf32.
 _ROUNDED: Final = frozenset({"matmul", "convolution", "recurrent"})
-# Operators that keep much for a backward. What a product copies depends on flags of its inputs.
-_RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+# Operators that keep much for a backward, or take another kernel for it: attention does where its
+# mask has a gradient. What a product copies depends on flags of its inputs.
+_LESS_WITHOUT: Final = frozenset(
+    {"lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention"}
+)
 
 
 @final
@@ -60,7 +63,8 @@ class Workload:
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
         backward_reused_bytes: What of its backward's gradients takes room of what it kept or got.
-        inference_bytes: Scratch of a recurrent layer's forward without gradients; else None.
+        inference_bytes: Scratch of a recurrent layer's or an attention's forward without gradients;
+            else None.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -279,7 +283,7 @@ def _count(
     produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
     inference = None
-    if any(operator_name(node) in _RECURRENT for node in nodes):
+    if any(operator_name(node) in _LESS_WITHOUT for node in nodes):
         with torch.no_grad():
             _, _, inference, _ = _counted(Meter([0]), alone.inference, [])
     if not roots or not alone.differentiable:
