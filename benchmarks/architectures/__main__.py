@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmarks.architectures.catalog import names
+from benchmarks.architectures.catalog import names, names_found
 from benchmarks.architectures.forms import FORMS, described
 from benchmarks.architectures.report import write_sizes, write_table
 from rich.progress import track
@@ -18,13 +18,16 @@ RESULTS = Path(__file__).parents[1] / "results" / "architectures"
 
 def main(
     only: Annotated[str, typer.Option(help="Only these, with commas.")] = "",
+    found: Annotated[
+        bool, typer.Option("--found", help="Of transformers, those that the catalog lacks.")
+    ] = False,
     sizes: Annotated[bool, typer.Option("--sizes", help="Call each with four batches.")] = False,
     form: Annotated[str, typer.Option(help=f"With commas: {described(FORMS)}.")] = "",
     timeout: Annotated[int, typer.Option(help="Seconds for each.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
     """Writes a table and every row; each architecture has a process of its own."""
-    known = names()
+    known = names_found() if found else names()
     chosen = only.split(",") if only else known
     wrong = [name for name in chosen if name not in known]
     if wrong:
@@ -38,7 +41,7 @@ def main(
     for name in track(chosen, description=""):
         rows.append(_row(name, timeout, ["--sizes"] if sizes else forms))
         # What is found is kept, whatever ends this.
-        write_sizes(rows, out) if sizes else write_table(rows, out, forms)
+        write_sizes(rows, out) if sizes else write_table(rows, out, forms, found)
 
 
 def _row(name: str, timeout: int, options: Sequence[str]) -> dict[str, Any]:

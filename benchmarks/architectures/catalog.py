@@ -2,6 +2,7 @@
 
 import torch
 from benchmarks.architectures.audio import AUDIO
+from benchmarks.architectures.found import PREFIX, folders, found
 from benchmarks.architectures.multimodal import MULTIMODAL
 from benchmarks.architectures.plain import PLAIN
 from benchmarks.architectures.series import SERIES
@@ -23,6 +24,8 @@ FAMILIES = {
 def example(name: str, *, dropout: bool = False, cache: bool = False) -> Example:
     """A model in training mode with arguments for it; `small` has the options."""
     torch.manual_seed(0)
+    if name.startswith(PREFIX):
+        return found(name.removeprefix(PREFIX))
     if name in PLAIN:
         model, args, kwargs = PLAIN[name]()
         return model.train(), args, kwargs
@@ -36,9 +39,20 @@ def example(name: str, *, dropout: bool = False, cache: bool = False) -> Example
 
 def family(name: str) -> str:
     """Which table the name is in."""
+    if name.startswith(PREFIX):
+        return "found"
     return next((title for title, rows in FAMILIES.items() if name in rows), "plain torch")
 
 
 def names() -> list[str]:
     """All of them, in the order of the tables."""
     return [*PLAIN, *(name for rows in FAMILIES.values() for name in rows)]
+
+
+def names_found() -> list[str]:
+    """A name for each folder of `transformers` of which the tables have no class."""
+    import transformers
+
+    rows = [name for rows in FAMILIES.values() for name in rows]
+    known = {getattr(transformers, name).__module__.split(".")[2] for name in rows}
+    return [f"{PREFIX}{folder}" for folder in folders() if folder not in known]

@@ -13,11 +13,13 @@ from benchmarks.environment import environment
 MIN_ACCOUNT = 100_000  # with fewer bytes at the peak, a few small tensors more are some percent
 
 
-def write_table(rows: Sequence[dict[str, Any]], folder: Path, forms: Sequence[str] = ()) -> None:
+def write_table(
+    rows: Sequence[dict[str, Any]], folder: Path, forms: Sequence[str] = (), found: bool = False
+) -> None:
     """`table.md` and `rows.json` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(json.dumps(list(rows), indent=1) + "\n")
-    (folder / "table.md").write_text("\n".join(_lines(rows, forms)) + "\n")
+    (folder / "table.md").write_text("\n".join(_lines(rows, forms, found)) + "\n")
 
 
 def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -46,12 +48,13 @@ def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     (folder / "sizes.md").write_text("\n".join(lines) + "\n")
 
 
-def _lines(rows: Sequence[dict[str, Any]], forms: Sequence[str]) -> list[str]:
+def _lines(rows: Sequence[dict[str, Any]], forms: Sequence[str], found: bool) -> list[str]:
     tried = [row for row in rows if "unbuilt" not in row]
     equal = [row for row in tried if not row["problems"]]
     differing = [row for row in tried if _differs(row)]
     facts = ", ".join(f"{key} {value}" for key, value in environment().items())
-    option = f" --form {','.join(forms)}" if forms else ""
+    option = " --found" if found else ""
+    option += f" --form {','.join(forms)}" if forms else ""
     return [
         f"{len(equal)} of {len(tried)} architectures placed and equal in every bit; "
         f"{len(tried) - len(equal) - len(differing)} refused with a reason; "

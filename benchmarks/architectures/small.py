@@ -30,7 +30,7 @@ _HEADS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"),
     *("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"),
 )
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
     "n_positions": 64,
@@ -71,13 +71,13 @@ def small(
     import transformers
 
     kind = getattr(transformers, name)
-    common = _SIZES if cache else {**_SIZES, "use_cache": False}
-    known = _sizes_of(kind.config_class, common)
+    common = SIZES if cache else {**SIZES, "use_cache": False}
+    known = sizes_of(kind.config_class, common)
     inner = {part: {**common, **sizes} for part, sizes in parts.items()}
     config = kind.config_class(**{**known, **own, **inner})
     if dropout:
         return kind(config)
-    _undropped(config)
+    undropped(config)
     model = kind(config)
     for module in model.modules():
         if isinstance(getattr(module, "p", None), float):
@@ -85,7 +85,7 @@ def small(
     return model
 
 
-def _sizes_of(config_class: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(config_class: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """The small sizes that a configuration knows by these names."""
     known = inspect.signature(config_class.__init__).parameters
     renamed = getattr(config_class, "attribute_map", {})
@@ -93,10 +93,10 @@ def _sizes_of(config_class: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     return {**sizes, "num_labels": 5}
 
 
-def _undropped(config: Any) -> None:
+def undropped(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            _undropped(value)
+            undropped(value)
         elif "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
 

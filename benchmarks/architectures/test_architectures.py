@@ -43,6 +43,21 @@ def test_a_split_model_in_a_form_equals_the_unsplit_one(forms: list[str]) -> Non
     assert len(row["rungs"]) == 2
 
 
+def test_a_model_of_a_folder_is_found_small_and_split() -> None:
+    from benchmarks.architectures.catalog import example, names_found
+    from benchmarks.architectures.check import check
+
+    assert "found/llama" in names_found()
+    assert "found/roberta" not in names_found()  # the catalog has a row for it
+    model, _, _ = example("found/llama")
+    assert 1000 < sum(p.numel() for p in model.parameters()) < 100_000
+    row = check("found/llama")
+    assert row["problems"] == []
+    assert row["ops"] > 50
+    with pytest.raises(LookupError, match="natten"):
+        example("found/dinat")
+
+
 def test_the_table_names_the_form_and_what_differs(tmp_path: Path) -> None:
     from benchmarks.architectures.forms import FORMS
     from benchmarks.architectures.report import write_table
