@@ -49,7 +49,7 @@ _CPU: Final = torch.device("cpu")
 _ROUNDED: Final = frozenset({"matmul", "convolution", "recurrent"})
 # Operators that keep much for a backward, or take another kernel for it: attention does where its
 # mask has a gradient. What a product copies depends on flags of its inputs.
-_LESS_WITHOUT: Final = frozenset(
+_LIGHTER_IN_INFERENCE: Final = frozenset(
     {"lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention"}
 )
 
@@ -283,7 +283,7 @@ def _count(
     produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
     inference = None
-    if any(operator_name(node) in _LESS_WITHOUT for node in nodes):
+    if any(operator_name(node) in _LIGHTER_IN_INFERENCE for node in nodes):
         with torch.no_grad():
             _, _, inference, _ = _counted(Meter([0]), alone.inference, [])
     if not roots or not alone.differentiable:
