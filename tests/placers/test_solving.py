@@ -34,7 +34,7 @@ from baechi import (
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.placer import Placer
 from baechi.placers.searching import find, missing_as_run
-from baechi.problem.microbatches import run_order
+from baechi.problem.microbatches import in_run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import overflows
 
@@ -77,7 +77,7 @@ def test_a_training_step_fits_as_it_runs(graph, name, share):
         return
     assert placement == find(Problem(graph, cluster), "fast", name)
     if graph.is_training:
-        run = replace(placement, order=run_order(graph, placement))
+        run = in_run_order(graph, placement)
         assert not overflows(simulate(graph, cluster, run), cluster)
 
 
@@ -140,7 +140,7 @@ def test_gradients_that_come_first_in_the_run_alone():
         solve(graph, clusters[0])
     assert find(Problem(graph, clusters[0])) is None
     placement = solve(graph, clusters[1])
-    run = replace(placement, order=run_order(graph, placement))
+    run = in_run_order(graph, placement)
     assert not overflows(simulate(graph, clusters[1], run), clusters[1])
 
 

@@ -18,7 +18,7 @@ from steps import case
 import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
 from baechi.problem.cutting import tapes_of
-from baechi.problem.microbatches import run_order
+from baechi.problem.microbatches import in_run_order
 from baechi.program.compilation import compile_program, instant_ops
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import Copy, Free, Place, Program, Run, Segment, Wait
@@ -137,7 +137,7 @@ def test_each_device_runs_the_order_that_the_solver_thinks_of(
 ) -> None:
     graph, cluster, placement, program = case
     assume(graph.is_training)
-    run, done = run_order(graph, placement), order_of(program, placement.order)
+    run, done = in_run_order(graph, placement).order, order_of(program, placement.order)
     for device in set(placement.devices):
         there = [[op for op in row if placement.devices[op] == device] for row in (run, done)]
         assert there[0] == there[1]

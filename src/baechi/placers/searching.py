@@ -15,7 +15,7 @@ from baechi.placers.memory_packing import PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
 from baechi.placers.placer import Placer, shortest
 from baechi.placers.sct import MSCT
-from baechi.problem.microbatches import run_order
+from baechi.problem.microbatches import in_run_order
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Constraints
@@ -153,8 +153,8 @@ def missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
         return {}
     if ample_bytes(problem) <= min(problem.device_memory[device] for device in used):
         return {}
-    order = run_order(graph, placement) if trains else placement.order
-    peaks = replay(problem, placement.devices, order).peaks()
+    run = in_run_order(graph, placement) if trains else placement
+    peaks = replay(problem, run.devices, run.order).peaks()
     over = [peak - most for peak, most in zip(peaks, problem.pool_memory, strict=True)]
     rows = zip(problem.cluster.devices, problem.device_pool, strict=True)
     return {device.name: over[pool] for device, pool in rows if over[pool] > 0}

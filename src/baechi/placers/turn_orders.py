@@ -51,7 +51,7 @@ from baechi.placers.max_load import balanced
 from baechi.placers.placer import Placer, live_loads
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.coarsening import Coarse, coarsen
-from baechi.problem.microbatches import Turns, Unrolled, as_run, run_order, segments_of
+from baechi.problem.microbatches import Turns, Unrolled, as_run, in_run_order, segments_of
 from baechi.problem.problem_arrays import LIMIT, Problem
 from baechi.problem.simulation import overflows, period_ns, replay, simulate
 from baechi.records.cluster import Cluster, Constraints
@@ -302,8 +302,7 @@ class Pipelines:
             schedule = simulate(graph, cluster, placement)
             runs = [schedule]
             if graph.is_training and len(set(placement.devices)) > 1:
-                order = run_order(graph, placement)
-                runs.append(simulate(graph, cluster, replace(placement, order=order)))
+                runs.append(simulate(graph, cluster, in_run_order(graph, placement)))
             if not any(overflows(run, cluster, self.problem.constraints) for run in runs):
                 load = period_ns(graph, cluster, placement, schedule)
                 rows.append((load, schedule.makespan_ns, label, placement))

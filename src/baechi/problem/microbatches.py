@@ -261,9 +261,9 @@ def as_run(graph: OpGraph, segments: Sequence[Sequence[int]]) -> tuple[tuple[int
     return tuple(found)
 
 
-def run_order(graph: OpGraph, placement: Placement) -> tuple[int, ...]:
-    """The order in which a training step runs a placed graph: segment after segment."""
-    return tuple(chain(*segments_of(graph, placement)))
+def in_run_order(graph: OpGraph, placement: Placement) -> Placement:
+    """A placement in the order in which a training step runs it: segment after segment."""
+    return replace(placement, order=tuple(chain(*segments_of(graph, placement))))
 
 
 def _let_go(

@@ -28,6 +28,7 @@ from baechi.errors import InfeasibleError
 from baechi.placers.placer import Placer
 from baechi.placers.solving import solve
 from baechi.placers.turn_orders import ordered_turns
+from baechi.problem.microbatches import in_run_order
 from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
 from baechi.program.compilation import compile_program, instant_ops
 from baechi.program.flights import flights
@@ -53,7 +54,10 @@ def scheduled(
     replayed: bool = False,
     program: Program | None = None,
 ) -> Schedule:
-    """The schedule of a placement, with peaks that include the bytes held by streams.
+    """The schedule of a placement, with peaks as the program has them.
+
+    They include the bytes held by streams; those of a training step on CPUs are the larger of the
+    clock's and of the same in the order in which it runs (`in_run_order`).
 
     Args:
         graph: The placed graph.
@@ -64,8 +68,28 @@ def scheduled(
         program: The program of the streams, if known.
     """
     schedule = simulate(graph, cluster, placement)
-    if all(gpu is None for gpu in gpus):
+    if any(gpu is not None for gpu in gpus):
+        peaks = _launched_peaks(graph, cluster, placement, gpus, replayed, program)
+    elif graph.is_training and placement.microbatches == 1:
+        run = simulate(graph, cluster, in_run_order(graph, placement))
+        peaks = list(map(max, schedule.peak_bytes, run.peak_bytes))
+    else:
         return schedule
+    return Schedule(
+        *(schedule.spans, schedule.transfers, tuple(peaks)),
+        late_bound=lambda: schedule.lower_bound_ns,
+    )
+
+
+def _launched_peaks(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    gpus: Gpus,
+    replayed: bool,
+    program: Program | None,
+) -> Sequence[int]:
+    """The peaks of a step on streams; arguments as of `scheduled`."""
     peaks: Sequence[int] = [0] * len(cluster.devices)
     options: dict[str, Any] = {}
     n = placement.microbatches
@@ -79,10 +103,7 @@ def scheduled(
         program = program or compile_program(graph, placement, **options)
         launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
         peaks = list(map(max, peaks, launches.peaks()))
-    return Schedule(
-        *(schedule.spans, schedule.transfers, tuple(peaks)),
-        late_bound=lambda: schedule.lower_bound_ns,
-    )
+    return peaks
 
 
 def solve_with_held(

@@ -50,8 +50,9 @@ class DeviceFacts:
 class Plan:
     """The values of one report, checked to belong together.
 
-    The schedule is `simulate(graph, cluster, placement)`. Where that has several micro-batches, the
-    graph and the placement become those of all of them, and `one` is the plan of one alone.
+    The schedule is `simulate(graph, cluster, placement)`; its peaks may be higher. Where that has
+    several micro-batches, the graph and the placement become those of all of them, and `one` is the
+    plan of one alone.
     With the trace a report has the lines of the model's code, and how it was traced; with a
     measurement, that beside the prediction. `ran` has what each device, if it is a rank's, did in
     its latest step: name, start and end.
