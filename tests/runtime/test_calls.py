@@ -1,15 +1,19 @@
 """What a call does in Python beside the operators, counted."""
 
 import sys
+from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from benchmarks.calls import Halves
 from placed import place_on
 from torch import nn
 
 import baechi
+from baechi._core import same_contents
 from baechi.runtime.executors import cpu_workers
+from baechi.tracing import guards
 
 
 def _opcodes(layers: int) -> int:
@@ -42,3 +46,28 @@ def _opcodes(layers: int) -> int:
 def test_a_step_runs_no_python_for_each_parameter() -> None:
     few, many = _opcodes(4), _opcodes(12)
     assert 0 < few == many
+
+
+def test_a_call_looks_once_at_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its dtype, and whether its module still holds it; in the core, where no opcode shows."""
+    looks: Counter[int] = Counter()
+
+    def seen(holders: list[Any], rows: list[Any]) -> bool:
+        looks.update(map(id, holders))
+        return same_contents(holders, rows)
+
+    model, x = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), torch.ones(1, 2)
+    placed: Any = baechi.place(
+        *(model, ["cpu:0", "cpu:1"]),
+        placer=Halves(),
+        costs="estimate",
+        progress=False,
+        guard=False,
+    )
+    for _ in range(2):
+        placed(x).sum().backward()
+    monkeypatch.setattr(guards, "same_contents", seen)
+    placed(x).sum().backward()
+    placed.unplace()
+    assert [looks[id(p)] for p in model.parameters()] == [1] * 8
+    assert [looks[id(layer._parameters)] for layer in model] == [1] * 4

@@ -67,7 +67,8 @@ class Executable:
         program: The program to run; proved.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-        state_guard: The model's parameters and buffers, with which this runs.
+        state_guard: The model's parameters and buffers, with which this runs; checked by callers,
+            except where the model itself could have run.
         calls: The calls that it runs.
         family: Those of other sizes; None if there are none.
         admission: Those of them that fit; None if that is unknown.
@@ -317,7 +318,7 @@ class Executable:
 
         Of micro-batches the one that they make together.
         """
-        self.state_guard.check()
+        self._check_own_state()
         calls = [self.calls.carrying(each) for each in ([call] if isinstance(call, Call) else call)]
         if not self.observed:
             return self._called(calls, meter)
@@ -333,6 +334,10 @@ class Executable:
                 )
             self.attributes = self.attributes.settled()
         return result
+
+    def _check_own_state(self) -> None:
+        if self.unsplit_on is not None:
+            self.state_guard.check()
 
     def _called(self, calls: Sequence[Call], meter: Meter | None) -> Any:
         with self._executing(calls[0], meter) as executor:
@@ -391,7 +396,7 @@ class Executable:
         self, calls: Sequence[Call], meter: Meter | None
     ) -> Iterator[tuple[Executor, list[Step]]]:
         """A step with gradients for each micro-batch, and what runs them in the block."""
-        self.state_guard.check()
+        self._check_own_state()
         with self._executing(calls[0], meter) as executor:
             yield self._begun(executor, calls, meter)
 
@@ -439,7 +444,6 @@ class Executable:
 
     def begin(self, calls: Sequence[Call], in_flight: int) -> RunningCall | RankCall:
         """Begin a call without gradients, beside up to `in_flight - 1` others."""
-        self.state_guard.check()
         executor = self._executor
         assert isinstance(executor, CpuExecutor | RankExecutor)
         self._check_memory(calls[0], in_flight)

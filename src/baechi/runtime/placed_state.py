@@ -347,18 +347,14 @@ class PlacedState:
         The caller has the lock.
         """
         special = entry.specializations.find(call)
-        if (special is None or self._is_outdated(special)) and any(
-            map(self._is_outdated, self.all)
-        ):
-            self._renewed += 1
-            if self._renewed == _OFTEN:
-                warnings.warn(_RENEWED, stacklevel=6)
-            self.forget()
-            special = None
+        if special is None or not special.state_guard.are_same():
+            special = self._of_this_state(special)
         if special is None or special.settled_at != self._moves:
             if special is None or not special.is_settled:
                 self.drain()
-                special = special or self._make(entry, call)
+                if special is None:
+                    special = self._make(entry, call)
+                    self._check_state(special)
                 self.cover()
                 special.settle()
                 self._moves += 1
@@ -371,12 +367,37 @@ class PlacedState:
         self.latest = special
         return special
 
+    def _of_this_state(self, special: Executable | None) -> Executable | None:
+        """The plan; None after others came in place of parameters or buffers: all plans go.
+
+        Raises:
+            ExecutionError: What came is nothing to plan for.
+        """
+        if (special is None or self._is_outdated(special)) and any(
+            map(self._is_outdated, self.all)
+        ):
+            self._renewed += 1
+            if self._renewed == _OFTEN:
+                warnings.warn(_RENEWED, stacklevel=7)
+            self.forget()
+            return None
+        if special is not None:
+            self._check_state(special)
+        return special
+
+    def _check_state(self, special: Executable) -> None:
+        if self._runs(special):
+            special.state_guard.check()
+
     def _is_outdated(self, special: Executable) -> bool:
         """True if others came in place of a plan's parameters or buffers, and it is dropped."""
         if special.state_guard.are_same() or self._specialize is None or self.ranks is not None:
             return False
-        runs = special.unsplit_on is None or self.meter is not None
-        return runs and special.state_guard.are_exchanged()
+        return self._runs(special) and special.state_guard.are_exchanged()
+
+    def _runs(self, special: Executable) -> bool:
+        """True if it does not leave it to the model itself."""
+        return special.unsplit_on is None or self.meter is not None
 
     def _for_all(self, entry: Entry, calls: list[Call]) -> tuple[Executable, list[Call]]:
         """The specialization for micro-batches, and these as it takes them.

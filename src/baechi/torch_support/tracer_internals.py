@@ -8,7 +8,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from functools import cache
@@ -245,16 +245,22 @@ def foreign_tracer() -> str:
         return "torch.jit.trace"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func"
-    modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((type(mode).__name__ for mode in modes if type(mode) is not DeviceContext), "")
+    modes = (type(mode) for mode in _function_modes())
+    return next((kind.__name__ for kind in modes if kind is not DeviceContext), "")
 
 
 def layers_fuse() -> bool:
     """Whether torch's layers may take fused kernels: not beside any mode, such as a device's."""
     if not torch.backends.mha.get_fastpath_enabled():
         return False
-    modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return not any(type(mode) is DeviceContext for mode in modes)
+    return not any(type(mode) is DeviceContext for mode in _function_modes())
+
+
+def _function_modes() -> Sequence[Any]:
+    """The modes that see torch's functions, mostly none."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def tracer_errors() -> tuple[type[Exception], ...]:

@@ -59,8 +59,10 @@ class Autocast:
     def current() -> "Autocast":
         """The state of this thread."""
         on = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+        if not on:
+            return _OFF
         dtypes = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])
-        return Autocast(dtypes, not on or torch.is_autocast_cache_enabled())
+        return Autocast(dtypes, torch.is_autocast_cache_enabled())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -80,6 +82,9 @@ class Autocast:
         rows = [f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in self.dtypes]
         uncached = "" if self.cached else ", without its cache"
         return f"autocast to {', '.join(rows)}{uncached}" if rows else ""
+
+
+_OFF: Final = Autocast()
 
 
 @final
