@@ -123,14 +123,21 @@ class _Gradients:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
+        # Where a parameter's parts are first and last taken, itself, and bytes of their gradients.
+        states = []
         for base, places in taken.items():
             nbytes = self._nbytes(base)
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
-            known = self._waiting(base) if base.op == "get_attr" and len(places) == 1 else 0
+            waiting = self._waiting(base) if base.op == "get_attr" else []
             several = base.op != "get_attr" and len(places) > 1
-            for rank in between:
+            if base.op == "get_attr":
+                states.append((places[0], places[-1], base, sum(row[1] for row in waiting)))
+            known = 0
+            for rank in reversed(between):
+                while waiting and waiting[-1][0] > self._positions[rank]:
+                    known += waiting.pop()[1]
                 self.running[rank] += max(nbytes - known, 0)
                 if several:  # from other tapes they are added up before the tape's first operator
                     self.ending[rank] = max(self.ending[rank], 2 * nbytes - self._made(rank))
@@ -144,19 +151,47 @@ class _Gradients:
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
                     self.ending[rank] = max(self.ending[rank], total)
+        self._add_mingled(sorted(states, key=lambda row: row[:2]))
 
-    def _waiting(self, state: fx.Node) -> int:
-        """Bytes of gradients of a parameter's parts, which in the graph wait for its own operator.
+    def _add_mingled(self, states: Sequence[tuple[int, int, fx.Node, int]]) -> None:
+        """Add what others hold while one parameter becomes the whole, if parts are taken in turn.
 
-        That goes backward last, while autograd puts them together where the parts were taken. None
-        if the operator makes other tensors, too.
+        The graph has one after the other: first that which comes later in the program.
         """
-        rows = enumerate(self.traced.module.nodes)
-        op, nodes = next((row for row in rows if state in row[1]), (-1, ()))
-        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
-            return 0
-        parts = (tensor for tensor in self.traced.made[op] if tensor.differentiable)
-        return sum(sum(t.gradient_bytes or (t.nbytes,) * len(t.consumers)) for t in parts)
+        for i, (_, last, one, one_bytes) in enumerate(states):
+            for first, _, other, other_bytes in states[i + 1 :]:
+                if first > last:
+                    break
+                early, late = sorted((one, other), key=self._place.__getitem__)
+                for own, beside in (
+                    (early, one_bytes if late is one else other_bytes),
+                    (late, self._nbytes(early)),
+                ):
+                    rank = self._rank.get(self._op_of[own])
+                    if rank is not None:
+                        self.running[rank] += beside
+
+    def _waiting(self, state: fx.Node) -> list[tuple[int, int]]:
+        """Where parts of a parameter are taken, and the bytes of their readers' gradients.
+
+        In the graph these wait for the parameter's own operator. That goes backward last, while
+        autograd puts them together where the parts were taken. None if the operator makes other
+        tensors, too.
+        """
+        op = self._op_of[state]
+        nodes = self.traced.module.nodes[op]
+        if any(n is not state and self._viewed(n) is None for n in nodes):
+            return []
+        first: dict[int, int] = {}  # of each reader
+        for node in nodes:
+            for reader in {self._op_of.get(user, op) for user in node.users} - {op}:
+                first[reader] = min(first.get(reader, self._place[node]), self._place[node])
+        rows: list[tuple[int, int]] = []
+        for tensor in self.traced.made[op]:
+            if tensor.differentiable:
+                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+                rows += zip((first[c] for c in tensor.consumers), sizes, strict=True)
+        return sorted(rows)
 
     def add_joins(self) -> None:
         """Add gradients of joined tensors, of which the graph has the parts.
