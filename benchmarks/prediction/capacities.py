@@ -3,6 +3,8 @@
     python3 -m benchmarks.prediction.capacities            40 models, 640 cases
     python3 -m benchmarks.prediction.capacities --quick    6 models
     python3 -m benchmarks.prediction.capacities lstm t5    these
+    python3 -m benchmarks.prediction.capacities found/jetmoe llama
+                                                           of benchmarks.architectures
 
 For each model two logical devices of equal capacity: the least at which a training step is
 accepted, to one part in 100, and shares of what the unsplit step needs; with measured and computed
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Final, final
 
 import torch
+from benchmarks.architectures.catalog import example
 from benchmarks.prediction.untuned import UNTUNED, untuned
 
 import baechi
@@ -111,7 +114,7 @@ def case(
 
 def cases(name: str, costs: str) -> list[Case]:
     """All cases of a model with one kind of costs."""
-    model, args, kwargs = untuned(name)
+    model, args, kwargs = untuned(name) if name in UNTUNED else example(name)
     traced = baechi.trace(model, args, kwargs)
     profile = (
         baechi.profile(traced, threads=1, progress=False)
@@ -159,9 +162,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(UNTUNED)}")
+    known = f"{', '.join(UNTUNED)}; or an architecture"
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {known}")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     asked = parser.parse_args()
-    for unknown in {*asked.models} - {*UNTUNED}:
-        parser.error(f"there is no model {unknown!r}")
+    for name in {*asked.models} - {*UNTUNED}:
+        try:
+            example(name)
+        except LookupError as error:
+            parser.error(f"there is no model {name!r} ({error})")
     sys.exit(main(asked.models or list(QUICK if asked.quick else UNTUNED)) > 0)
