@@ -167,7 +167,7 @@ class _Gradients:
                     (early, one_bytes if late is one else other_bytes),
                     (late, self._nbytes(early)),
                 ):
-                    rank = self._rank.get(self._op_of[own])
+                    rank = self._rank.get(self._op_of.get(own, -1))
                     if rank is not None:
                         self.running[rank] += beside
 
@@ -175,12 +175,12 @@ class _Gradients:
         """Where parts of a parameter are taken, and the bytes of their readers' gradients.
 
         In the graph these wait for the parameter's own operator. That goes backward last, while
-        autograd puts them together where the parts were taken. None if the operator makes other
-        tensors, too.
+        autograd puts them together where the parts were taken: by the first of several that one
+        reads. None if the operator makes other tensors, too.
         """
-        op = self._op_of[state]
-        nodes = self.traced.module.nodes[op]
-        if any(n is not state and self._viewed(n) is None for n in nodes):
+        op = self._op_of.get(state, -1)
+        nodes = self.traced.module.nodes[op] if op >= 0 else ()
+        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
             return []
         first: dict[int, int] = {}  # of each reader
         for node in nodes:
@@ -190,7 +190,8 @@ class _Gradients:
         for tensor in self.traced.made[op]:
             if tensor.differentiable:
                 sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
-                rows += zip((first[c] for c in tensor.consumers), sizes, strict=True)
+                places = (first.get(c, self._place[state]) for c in tensor.consumers)
+                rows += zip(places, sizes, strict=True)
         return sorted(rows)
 
     def add_joins(self) -> None:

@@ -396,7 +396,7 @@ class PlacedState:
         return self._runs(special) and special.state_guard.are_exchanged()
 
     def _runs(self, special: Executable) -> bool:
-        """True if it does not leave it to the model itself."""
+        """True if a call is the plan's to run, not the model's own."""
         return special.unsplit_on is None or self.meter is not None
 
     def _for_all(self, entry: Entry, calls: list[Call]) -> tuple[Executable, list[Call]]:
