@@ -316,6 +316,20 @@ def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
 
 
 @drawn
+def test_the_page_says_what_is_held_beside_what_the_clock_has(tmp_path):
+    """In the order in which a training step runs, or by streams."""
+    schedule = Schedule(
+        *(SCHEDULE.spans, SCHEDULE.transfers, (135, 241)),
+        late_bound=lambda: SCHEDULE.lower_bound_ns,
+    )
+    for name, own in (("clock", SCHEDULE), ("run", schedule)):
+        write_html(tmp_path / f"{name}.html", Plan(GRAPH, CLUSTER, PLACEMENT, own))
+    assert "as it runs" not in (tmp_path / "clock.html").read_text()
+    text = " ".join(" ".join(page_of(tmp_path / "run.html").text).split())
+    assert "tensors made here 30 B, more as it runs 5 B" in text
+
+
+@drawn
 def test_the_page_is_the_same_every_time(tmp_path):
     for name in ("one.html", "two.html"):
         write_html(tmp_path / name, Plan(*PARTS, TRACED))

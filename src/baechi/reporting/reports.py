@@ -116,6 +116,7 @@ def _devices(plan: Plan) -> str:
     rows = []
     for device, (facts, (time_ns, held)) in enumerate(zip(plan.devices, peaks, strict=True)):
         largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+        largest.append(("more as it runs", max(facts.peak_bytes - sum(held.values()), 0)))
         contents = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         key = f'<span class="key" style="background:{color(device)}"></span>'
         row = [_Html(key + escape(facts.name)), str(facts.ops)]
