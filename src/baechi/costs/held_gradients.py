@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, NamedTuple, final
 
 from torch import fx
@@ -59,6 +60,15 @@ def held_gradients(traced: Traced, scratch: Sequence[int]) -> list[Held]:
     joining = graph.joining
     rows = enumerate(zip(running, ending, strict=True))
     return [Held(beside + most, int(op in joining)) for op, (beside, most) in rows]
+
+
+class _State(NamedTuple):
+    """A parameter: where its parts are first and last taken, and bytes of their gradients."""
+
+    first: int
+    last: int
+    node: fx.Node
+    waiting: int
 
 
 @final
@@ -103,8 +113,7 @@ class _Gradients:
         self._sent = [Counter[int]() for _ in self.traced.ops]
         for tensor in self.traced.tensors:
             if tensor.differentiable:
-                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
-                for op, nbytes in zip(tensor.consumers, sizes, strict=True):
+                for op, nbytes in zip(tensor.consumers, tensor.sent_back, strict=True):
                     self._sent[op][tensor.producer] += nbytes
                     self._came[tensor.producer] += nbytes
         self.joining = {
@@ -123,8 +132,7 @@ class _Gradients:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
                 taken.setdefault(base, []).append(place)
-        # Where a parameter's parts are first and last taken, itself, and bytes of their gradients.
-        states = []
+        states: list[_State] = []
         for base, places in taken.items():
             nbytes = self._nbytes(base)
             between = self._between(self._place[base] + 1, places[-1])
@@ -133,7 +141,8 @@ class _Gradients:
             waiting = self._waiting(base) if base.op == "get_attr" else []
             several = base.op != "get_attr" and len(places) > 1
             if base.op == "get_attr":
-                states.append((places[0], places[-1], base, sum(row[1] for row in waiting)))
+                nbytes_waiting = sum(size for _, size in waiting)
+                states.append(_State(places[0], places[-1], base, nbytes_waiting))
             known = 0
             for rank in reversed(between):
                 while waiting and waiting[-1][0] > self._positions[rank]:
@@ -151,23 +160,19 @@ class _Gradients:
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
                     self.ending[rank] = max(self.ending[rank], total)
-        self._add_mingled(sorted(states, key=lambda row: row[:2]))
+        self._add_mingled(sorted(states, key=attrgetter("first", "last")))
 
-    def _add_mingled(self, states: Sequence[tuple[int, int, fx.Node, int]]) -> None:
+    def _add_mingled(self, states: Sequence[_State]) -> None:
         """Add what others hold while one parameter becomes the whole, if parts are taken in turn.
 
         The graph has one after the other: first that which comes later in the program.
         """
-        for i, (_, last, one, one_bytes) in enumerate(states):
-            for first, _, other, other_bytes in states[i + 1 :]:
-                if first > last:
-                    break
-                early, late = sorted((one, other), key=self._place.__getitem__)
-                for own, beside in (
-                    (early, one_bytes if late is one else other_bytes),
-                    (late, self._nbytes(early)),
-                ):
-                    rank = self._rank.get(self._op_of.get(own, -1))
+        for i, one in enumerate(states):
+            end = bisect_right(states, one.last, key=attrgetter("first"))
+            for other in states[i + 1 : end]:
+                early, late = sorted((one, other), key=lambda row: self._place[row.node])
+                for own, beside in ((early, late.waiting), (late, self._nbytes(early.node))):
+                    rank = self._rank.get(self._op_of.get(own.node, -1))
                     if rank is not None:
                         self.running[rank] += beside
 
@@ -189,9 +194,8 @@ class _Gradients:
         rows: list[tuple[int, int]] = []
         for tensor in self.traced.made[op]:
             if tensor.differentiable:
-                sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
                 places = (first.get(c, self._place[state]) for c in tensor.consumers)
-                rows += zip(places, sizes, strict=True)
+                rows += zip(places, tensor.sent_back, strict=True)
         return sorted(rows)
 
     def add_joins(self) -> None:

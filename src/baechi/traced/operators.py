@@ -81,6 +81,11 @@ class TracedTensor:
     scalar: bool = False
     gradient_to: tuple[int, ...] = ()
 
+    @property
+    def sent_back(self) -> tuple[int, ...]:
+        """For each consumer the bytes of the gradient that it sends back."""
+        return self.gradient_bytes or (self.nbytes,) * len(self.consumers)
+
 
 @final
 @dataclass(frozen=True, slots=True)

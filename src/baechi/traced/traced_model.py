@@ -422,7 +422,7 @@ def _gradients(
     """
     viewed = _viewed_whole(traced)
     for tensor in filter(attrgetter("differentiable"), traced.tensors):
-        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        sizes = tensor.sent_back
         if tensor.producer not in twin:  # an argument: the caller gets its gradients at the end
             rows = zip(tensor.consumers, sizes, strict=True)
             yield from (_edge(twin[c], (), nbytes, kept=True) for c, nbytes in rows if c in twin)
@@ -491,7 +491,7 @@ def _added_gradients(traced: TracedOperators) -> dict[int, int]:
     """The largest sum that each forward op's backward adds one of its gradients to."""
     largest: dict[int, int] = {}
     for tensor in filter(traced.is_gathered, traced.tensors):
-        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        sizes = tensor.sent_back
         for op in traced.differentiated.intersection(tensor.consumers):
             largest[op] = max(largest.get(op, 0), *sizes)
     return largest
