@@ -253,6 +253,51 @@ def test_there_is_a_plan_for_the_numbers_that_forward_reads_from_arguments(
     placed.unplace()
 
 
+class Pictures(nn.Module):
+    """Drops pictures and rows of pixels that are padding, and tells their number, as SmolVLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, pictures: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        counts, pictures = pictures.shape[:2], pictures.flatten(0, 1)
+        real = (pictures == 0.0).sum(dim=(-1, -2)) != pictures[0].numel()
+        real[0] |= ~real.any()  # an empty one, if there are no others
+        x, mask = self.before(pictures[real]), rows.flatten(0, 1)[real]
+        torch._check(x.shape[1] == mask.shape[1], lambda: f"{x.shape[0]} pictures")
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        return self.after(x.relu()).split(real.view(*counts).sum(dim=1).tolist())
+
+
+def test_what_is_padding_of_floats_is_told_by_what_they_equal() -> None:
+    torch.manual_seed(0)
+    model = Pictures()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=True, placer=baechi.RandomPlacer(0))
+    plans = []
+    for padding in ([], [(0, 1)], [(0, 1)], [(1, 0), (0, 1)], [(0, 0), (0, 1), (1, 0), (1, 1)], []):
+        for hidden in (0, 1):
+            pictures = torch.randn(2, 2, 3, 6)
+            rows = torch.ones(2, 2, 3, dtype=torch.bool)
+            rows[1, 1, :hidden] = False
+            for place in padding:
+                pictures[place] = 0
+            ones, others = (each(pictures, rows) for each in (placed, unsplit))
+            assert all(map(torch.equal, ones, others))
+            for parts in (ones, others):
+                torch.stack([part.square().sum() for part in parts]).sum().backward()
+            plans.append(len(placed._specializations))
+    assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, unsplit))))
+    # Where no picture is real, the first stays, all of whose rows count.
+    assert plans == [1, 2, 3, 4, 4, 4, 5, 6, 7, 7, 7, 7]
+    rung = "torch.export (non-strict), numbers of the arguments and what they choose"
+    assert placed.traced.rung == rung
+    assert len(placed.traced.ops) > 5
+    placed.unplace()
+
+
 class Strided(nn.Module):
     """Pads as audio codecs do, by numbers in buffers, and sums a part of a length."""
 

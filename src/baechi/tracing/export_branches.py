@@ -42,8 +42,8 @@ class EagerBranches:
 
     Args:
         numbers: Whether forward may also read numbers that depend on arguments, each a question.
-        choices: Whether it then knows what the arguments choose, as by a mask, whose values they
-            must all repeat; otherwise only that there are some.
+        choices: Whether it then knows what the arguments choose, as by a mask, or by a comparison
+            of floats, whose values they must all repeat; otherwise only that there are some.
     """
 
     def __init__(self, *, numbers: bool = False, choices: bool = False) -> None:
@@ -204,20 +204,25 @@ _EXACT: Final = frozenset(
     (
         *("full", "zeros", "ones", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros"),
         *("triu", "tril", "triu_", "tril_", "masked_fill", "masked_fill_", "where", "fill_"),
-        *("expand", "expand_as", "unsqueeze", "view", "reshape", "repeat", "__getitem__", "to"),
+        *("expand", "expand_as", "unsqueeze", "view", "reshape", "flatten", "repeat"),
         *("float", "double", "half", "bfloat16", "_with_item", "cat", "stack", "clone"),
+        *("__getitem__", "to"),
     )
 )
 # Functions that round as IEEE 754 says, hence alike on every device.
 _ROUNDED: Final = frozenset(
     (
         *("add", "sub", "__rsub__", "mul", "neg", "ceil", "floor", "trunc", "round", "float"),
-        *("div", "true_divide"),
+        "_quotient",
     )
 )
 _SINGLE: Final = (torch.float32, torch.float64)
 _WORDS: Final = ("constant", "ij", "floor", "trunc")  # of `pad`, `meshgrid` and `div`
 _MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of long sequences
+_MOST_CHOSEN: Final = 1 << 26  # of what arguments choose by: images, and masks of their pixels
+# Functions by which forward sees which floats of its arguments are some number, as padding is 0.
+_EQUAL: Final = frozenset(("eq", "ne", "__eq__", "__ne__"))
+_COMPARED: Final = _EQUAL | {"view", "reshape", "flatten", "unsqueeze", "to"}
 
 
 @final
@@ -228,9 +233,11 @@ class KnownValues(FunctionMode):
         super().__init__()
         self._numbers = numbers  # of arguments, too
         self._choices = choices  # and what they choose
+        self._most = _MOST_CHOSEN if choices else _MOST  # elements of a value
         # A value holds for as long as nothing writes into the tensor or a view of it.
         # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
+        self._compared: Any = WeakTensorKeyDictionary()  # floats that are known to compare alone
         self._buffers: list[tuple[torch.Tensor, int, fx.Node]] = []
         self.answered = False
         self.questions = Questions()
@@ -238,11 +245,14 @@ class KnownValues(FunctionMode):
     def give(self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]) -> None:
         """Know the numbers, flags and masks among a tracer's arguments by those of an example."""
         for index, (row, value) in enumerate(zip(tensors, examples, strict=bool(examples))):
-            told = _is_exact(row) and not value.is_meta and value.layout is torch.strided
-            if told and (_is_knowable(row) or _is_mask(value)):
+            told = self._is_exact(row) and not value.is_meta and value.layout is torch.strided
+            compared = told and not self._is_knowable(row) and not _is_mask(value)
+            if told and (self._choices or not compared):
                 with untraced():  # a copy: the trace is not to see the example itself
                     known = value.cpu().clone()
                 self._known[row] = (version_of(row), known, self.questions.argument(index))
+                if compared:
+                    self._compared[row] = True
 
     def give_buffers(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Know the single integers among a model's buffers, such as strides and kernel sizes."""
@@ -286,36 +296,70 @@ class KnownValues(FunctionMode):
             self._known.pop(args[0], None)  # what is written there changes no version
         if self._numbers:
             args = self._with_numbers(func, args)
+        if self._choices and func in _INDEXED:
+            args = self._with_rows(args)
         known = self._known_arguments(func, args, kwargs)
-        if known is not None and self._may_tell(func, args):
+        if known is None:
+            return func(*args, **kwargs)
+        if self._may_tell(func, args):
             self.answered = True
             answer, node = self._computed(func, *known)
             if node is not None:
                 self.questions.ask(node, answer)
             return answer
+        base = self._base(args)
         result = func(*args, **kwargs)
         if func is torch.Tensor.__setitem__:
             result, func = args[0], _with_item
-        name = getattr(func, "__name__", "")
-        knowable = _is_exact if name in _EXACT else _is_knowable
-        if self._numbers and name in _ROUNDED and not kwargs:
-            knowable = _is_single
-            func = _quotient if name in ("div", "true_divide") else func
-        if known is not None and isinstance(result, torch.Tensor) and not _is_sized(result):
+        if self._numbers and not kwargs and getattr(func, "__name__", "") in ("div", "true_divide"):
+            func = _quotient
+        if isinstance(result, torch.Tensor) and not _is_sized(result):
             return self._told(result, *self._computed(func, *known))
-        if known is not None and any(map(knowable, _rows(result))):
-            with suppress(RuntimeError, ValueError):  # of a copy, which may have other strides
-                values, node = self._computed(func, *known)
-                several = isinstance(values, tuple | list)
-                for place, (row, value) in enumerate(
-                    zip(_rows(result), _rows(values), strict=True)
-                ):
-                    if knowable(row) and _form(value) == _form(row):
-                        part = node
-                        if node is not None and several:
-                            part = self.questions.made(operator.getitem, ((node, place), {}))
-                        self._known[row] = (version_of(row), value, part)
+        self._keep(func, args, kwargs, known, result)
+        if base is not None and version_of(args[0]) != base[0]:
+            self._write(args[0], *base)
         return result
+
+    def _keep(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, known: tuple[Any, Any], result: Any
+    ) -> None:
+        """Keep the value of a result that is known, too."""
+        name = getattr(func, "__name__", "")
+        knowable = self._is_exact if name in _EXACT else self._is_knowable
+        compared = name in _COMPARED and args[0] in self._compared
+        if compared and name not in _EQUAL:
+            knowable = self._is_float
+        if self._numbers and name in _ROUNDED and not kwargs:
+            knowable = self._is_single
+        if not any(map(knowable, _rows(result))):
+            return
+        with suppress(RuntimeError, ValueError):  # of a copy, which may have other strides
+            values, node = self._computed(func, *known)
+            several = isinstance(values, tuple | list)
+            for place, (row, value) in enumerate(zip(_rows(result), _rows(values), strict=True)):
+                if knowable(row) and _form(value) == _form(row):
+                    part = node
+                    if node is not None and several:
+                        part = self.questions.made(operator.getitem, ((node, place), {}))
+                    self._known[row] = (version_of(row), value, part)
+                    if compared and row.is_floating_point():
+                        self._compared[row] = True
+
+    def _base(self, args: tuple[Any, ...]) -> Any:
+        """What is known of the tensor of which a known first argument is a view."""
+        base = args[0]._base if args and isinstance(args[0], torch.Tensor) else None
+        return None if base is None else self._row(base)
+
+    def _write(self, view: torch.Tensor, _: int, value: torch.Tensor, node: Any) -> None:
+        """Know a tensor after a known value was written into a view of it, as by `mask[0] |= x`."""
+        base, row = view._base, self._row(view)
+        if row is None or base is None or value.stride() != base.stride():
+            return
+        form = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+        _, part, how = row
+        old, new = (value if node is None else node, part if how is None else how)
+        found = self._computed(_with_view, ((value, part, *form), {}), ((old, new, *form), {}))
+        self._known[base] = (version_of(base), *found)
 
     def _with_numbers(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with numbers for tensors that are sizes or bounds, which C++ would read."""
@@ -335,10 +379,24 @@ class KnownValues(FunctionMode):
         own = bool(args) and isinstance(args[0], torch.Tensor)
         return (*args[:own], *(fx.node.map_aggregate(arg, number) for arg in args[own:]))
 
+    def _with_rows(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with the places of the rows that a known mask chooses, for the mask.
+
+        How many there are is then no number of a tensor.
+        """
+        tensor, mask, *values = args
+        is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool
+        if not is_mask or not 0 < mask.dim() < tensor.dim() or self._row(mask) is None:
+            return args  # of elements there are too many
+        places = self.run(torch.nonzero, (mask,), {})
+        if self._row(places) is None:
+            return args
+        return (tensor, self.run(torch.unbind, (places, 1), {}), *values)
+
     def _told(self, made: torch.Tensor, value: torch.Tensor, node: fx.Node | None) -> torch.Tensor:
         """What was made of known values that decide its sizes: their result, if it may be told."""
         told = self._choices or node is None or not self.questions.needs_arguments(node)
-        if not told or not _is_knowable(value):
+        if not told or not self._is_knowable(value):
             return made
         rows = value.tolist()
         if node is not None:
@@ -371,12 +429,13 @@ class KnownValues(FunctionMode):
             return None
         rows: dict[int, Any] = {}
         some = func in _FACTORIES
+        compares = getattr(func, "__name__", "") in _COMPARED
 
         def value(leaf: Any) -> Any:
             nonlocal some
             if isinstance(leaf, torch.Tensor):
                 row = rows[id(leaf)] = self._row(leaf)
-                if row is None:
+                if row is None or (leaf in self._compared and not compares):
                     raise LookupError
                 some = True
                 return row[1]
@@ -399,6 +458,22 @@ class KnownValues(FunctionMode):
         except LookupError:
             return None
         return (values, fx.node.map_aggregate((args, kwargs), node)) if some else None
+
+    def _is_exact(self, result: Any) -> bool:
+        """True if a tensor has values that every device has, where its function does not round."""
+        if not isinstance(result, torch.Tensor) or result.is_complex():
+            return False
+        return _is_sized(result) and math.prod(map(hint, result.shape)) <= self._most
+
+    def _is_knowable(self, result: Any) -> bool:
+        return self._is_exact(result) and not result.is_floating_point()
+
+    def _is_float(self, result: Any) -> bool:
+        return self._is_exact(result) and result.is_floating_point()
+
+    def _is_single(self, result: Any) -> bool:
+        """True if its numbers are integers, or floats that are not rounded twice."""
+        return self._is_knowable(result) or (self._is_exact(result) and result.dtype in _SINGLE)
 
     def _computed(self, func: Any, values: Any, nodes: Any) -> tuple[Any, fx.Node | None]:
         """The result of a function; and its node if symbolic sizes or arguments are in it."""
@@ -438,17 +513,6 @@ def _rows(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
-def _is_knowable(result: Any) -> bool:
-    return _is_exact(result) and not result.is_floating_point()
-
-
-def _is_exact(result: Any) -> bool:
-    """True if a tensor has values that every device has, where its function does not round."""
-    if not isinstance(result, torch.Tensor) or result.is_complex():
-        return False
-    return _is_sized(result) and math.prod(map(hint, result.shape)) <= _MOST
-
-
 def _with_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """The tensor after `tensor[index] = value`."""
     tensor = tensor.clone()
@@ -456,9 +520,11 @@ def _with_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
-def _is_single(result: Any) -> bool:
-    """True if its numbers are integers, or floats that are not rounded twice."""
-    return _is_exact(result) and (_is_knowable(result) or result.dtype in _SINGLE)
+def _with_view(tensor: torch.Tensor, view: torch.Tensor, *form: Any) -> torch.Tensor:
+    """The tensor after a view of it, of this size, stride and offset, got new values."""
+    tensor = tensor.clone()
+    tensor.as_strided(*form).copy_(view)
+    return tensor
 
 
 def _quotient(a: Any, b: Any) -> Any:
