@@ -105,6 +105,32 @@ def test_what_such_a_layer_would_not_be_told_is_refused(kind: str, said: str) ->
         baechi.trace(Model(kind), (torch.randn(2, 5, 8),))
 
 
+class Headed(nn.Module):
+    """fx can trace what is around the decoder, in which nearly all parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.head = Model(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(x))
+
+
+def test_most_of_a_model_does_not_stay_whole_for_the_layers_that_look_at_values() -> None:
+    model = Headed()
+    traced = baechi.trace(model, (torch.randn(2, 5, 8),))
+    assert traced.rung == WHOLE
+    whole = [op.name for op in traced.ops if "whole" in op.name]
+    assert whole == ["decoder.one/whole", "decoder.two/whole_1"]
+    with one_thread():
+        placed = again_at_random(traced, seed=0, devices=3)
+        for _ in range(2):
+            args = (torch.randn(2, 5, 8),)
+            unsplit = copy.deepcopy(model)
+            assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
+        placed.unplace()
+
+
 class Told(nn.Module):
     """fx can trace all but the layer of experts, which is told something, or tells something."""
 

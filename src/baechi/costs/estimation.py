@@ -280,7 +280,8 @@ def _count(
     alone = Alone(module, nodes, make, _CPU, leaves=leaves)
     meter, unseen = Meter([0]), list[int]()
     (run,) = alone.forward_runs(1)
-    produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
+    with alone.keeping():
+        produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
     inference = None
     if any(operator_name(node) in _LIGHTER_IN_INFERENCE for node in nodes):

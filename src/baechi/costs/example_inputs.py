@@ -15,10 +15,11 @@ from torch import fx
 
 from baechi.tracing.fx_nodes import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Value
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import map_tensors, tensors_in
-from baechi.tracing.subgraph import Extract, extract
+from baechi.tracing.subgraph import Extract, extract, opaque_leaves
 
 # A known value larger than this is made up instead: evaluating must not need the model's memory.
 _MAX_KNOWN_BYTES: Final = 1 << 28
@@ -54,6 +55,12 @@ def function_of(
     run = [n for n in nodes if n.op not in ("get_attr", "placeholder")]
     outputs = [n for n in run if any(user not in inside for user in n.users)]
     return extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
+
+
+def looks_at_values(module: TracedModule, nodes: Sequence[fx.Node]) -> bool:
+    """True if a submodule that no tracer takes is in an operator: what it does, values decide."""
+    leaves = opaque_leaves(module.graph_module, nodes).values()
+    return not all(is_torchs(leaf) for leaf in leaves)
 
 
 @final

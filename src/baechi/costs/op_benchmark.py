@@ -6,12 +6,13 @@ gradients that have just arrived, which are read once to bring them back; and wi
 parameters in new pages. docs/cost-model.md, "Where the numbers come from", has when and why.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle
@@ -20,7 +21,13 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import ExampleInputs, Make, function_of, real_inputs
+from baechi.costs.example_inputs import (
+    ExampleInputs,
+    Make,
+    function_of,
+    looks_at_values,
+    real_inputs,
+)
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
@@ -36,7 +43,7 @@ from baechi.tracing.pytrees import map_tensors, tensors_in
 from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a number's meaning changes.
-METHOD: Final = 12
+METHOD: Final = 13
 # What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
 # keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -161,14 +168,17 @@ class Bench:
         # Fused layers, which a run without gradients takes, have no derivative.
         ways: list[Make] = [make_up]
         ways += [partial(_detached, make_up)] if self._module.gradients is False else []
+        in_place = partial(self._in_place, nodes, before)
+        if looks_at_values(self._module, nodes):
+            with contextlib.suppress(Exception):  # of an example that the model does not run on
+                return in_place()
         for make in ways:
             try:
                 return self._measure(make, nodes, before)
             except Exception as error:  # whatever a made-up value makes an operator raise
                 alone = error
         try:
-            make = real_inputs(self._module, nodes, self.place, make_up)
-            measured = self._measure(make, nodes, before)
+            measured = in_place()
         except Exception as error:
             where = f" ({op.source})" if op.source else ""
             raise InputError(
@@ -178,6 +188,11 @@ class Bench:
             ) from error
         why = f"fails alone ({_brief(alone)}); measured in place"
         return replace(measured, remark="; ".join(filter(None, (why, measured.remark))))
+
+    def _in_place(self, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
+        """One pass over an operator on what it reads in a run of the model on its example."""
+        make = real_inputs(self._module, nodes, self.place, self._inputs.make)
+        return self._measure(make, nodes, before)
 
     def _measure(self, make: Make, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
         with torch.enable_grad(), no_collections(), warnings.catch_warnings():
@@ -339,6 +354,25 @@ class Alone:
         self.single = self._evict is not None
         self.fresh = fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] | None = [] if looks_at_values(module, nodes) else None
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Hold what autograd keeps of a forward, if values decide when the backward drops it.
+
+        Which experts are hit, and in what order, another batch decides otherwise.
+        """
+        kept = self._kept
+        if kept is None:
+            yield
+            return
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
 
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""
@@ -440,7 +474,8 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
     if place.type == "cuda":
         # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
         alone.differentiated(*alone.seeded(alone.forward()))
-    outputs, forward_bytes, _ = peaks(alone.forward)
+    with alone.keeping():
+        outputs, forward_bytes, _ = peaks(alone.forward)
     graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     scratch_bytes = reused_bytes = 0
     if graded and alone.differentiable:

@@ -37,6 +37,7 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts
 
 Shape = tuple[int, ...]
@@ -276,7 +277,7 @@ class _Rows:
                     self._note_norm()
             elif isinstance(part, nn.RNNBase):
                 self._check_recurrent(node, part.batch_first)
-        if not type(leaf).__module__.startswith("torch.nn"):
+        if not is_torchs(leaf):
             path = str(node.target).removeprefix("model.")
             self._remarks[
                 f"{path} stays whole: whether it mixes the samples of a batch was not looked into"

@@ -39,7 +39,7 @@ from torch import nn
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
-from baechi.tracing.model_code import OURS, codes_of, functions_of
+from baechi.tracing.model_code import OURS, codes_of, functions_of, is_torchs
 
 _KINDS: Final = ("cpu", "cuda")
 
@@ -346,7 +346,7 @@ class Attributes:
             for row in self._names
             for name in row.own.keys() - row.known - {CALL}
         ]
-        layers = {r.path for r in self._names if type(r.module).__module__.startswith("torch.nn.")}
+        layers = {r.path for r in self._names if is_torchs(r.module)}
         named = {
             f"{path}.{name}".lstrip(".")
             for path, name, value in rows

@@ -116,22 +116,25 @@ def _climb(
         if late not in rung:
             continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
-        if (places or whole is not None) and ((TRUTHS in rung and not asked) or WHOLE in rung):
+        if (places or whole is not None) and TRUTHS in rung and not asked:
             continue  # a run on real tensors would say nothing new
+        if WHOLE in rung and (places or (whole is not None and not unsplit_part(whole))):
+            continue  # what stays whole is small
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
                 with errors_followed(), reads_noted(model) as reads:
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:
-                    break
+                    continue
                 ops, tensors, module = _lowered(model, call, captured, places, before, reads)
                 module = replace(module, gradients=mode.observed, reads=reads)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             traced = Traced(name, ops, tensors, taken, model.training, module)
             # Of any part, where truth values may be what is in the way.
-            if whole is not None or not (stays := unsplit_part(traced, 0.0 if asked else 0.5)):
+            stays = unsplit_part(traced, 0.0 if asked and WHOLE not in rung else 0.5)
+            if not stays or (whole is not None and WHOLE not in rung):
                 return traced
-            whole = traced
+            whole = whole or traced
             attempts.append(Attempt(rung, stays))
         except (InputError, TraceError, torch.OutOfMemoryError):
             if whole is None:

@@ -37,6 +37,11 @@ def package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
+def is_torchs(module: nn.Module) -> bool:
+    """True if it is a layer of torch's own."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def own_modules(model: nn.Module) -> set[str]:
     """The Python modules of the model's classes, without torch's."""
     names = {type(part).__module__ for part in model.modules()}

@@ -27,6 +27,7 @@ from baechi.torch_support.tracer_internals import (
     held_function,
     track_tensor_tree,
 )
+from baechi.tracing.model_code import is_torchs
 from baechi.tracing.side_effects import refuse_hidden_parameters
 
 SIZES: Final = "aten._assert_tensor_metadata."  # prefix of the operators that check sizes
@@ -65,7 +66,7 @@ class WholeParts:
 
         It is of the model's own: layers of torch fail for what they are given.
         """
-        parts = [row for row in self._model.named_modules() if not _is_torchs(row[1])]
+        parts = [row for row in self._model.named_modules() if not is_torchs(row[1])]
         names = {id(vars(part)): name for name, part in parts if name}
         found = ""
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -212,10 +213,6 @@ def _parts_of(node: fx.Node) -> list[fx.Node]:
     for row in rows:
         rows += [user for user in row.users if user.target is operator.getitem]
     return rows
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def _is_tensor(value: Any) -> bool:
