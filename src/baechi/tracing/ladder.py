@@ -116,10 +116,8 @@ def _climb(
         if late not in rung:
             continue  # it failed for another call
         asked = any(attempt.reason.startswith(_VALUE_READ) for attempt in attempts)
-        if (places or whole is not None) and TRUTHS in rung and not asked:
-            continue  # a run on real tensors would say nothing new
-        if WHOLE in rung and (places or (whole is not None and not unsplit_part(whole))):
-            continue  # what stays whole is small
+        if _takes_no_more(rung, places, whole, asked):
+            continue
         try:
             with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
                 with errors_followed(), reads_noted(model) as reads:
@@ -160,6 +158,14 @@ def _climb(
     for attempt in attempts:
         failure.add_note(f"{attempt.rung}: {attempt.reason}")
     raise failure
+
+
+def _takes_no_more(rung: str, places: frozenset[Place], whole: Traced | None, asked: bool) -> bool:
+    """True if a rung would part nothing that those before it did not."""
+    if TRUTHS in rung:  # a run on real tensors would say nothing new
+        return bool(places or whole) and not asked
+    small = whole is not None and not unsplit_part(whole)
+    return WHOLE in rung and bool(places or small)
 
 
 def _refuse_failing(model: nn.Module, call: Call) -> None:
