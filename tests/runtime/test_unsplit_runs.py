@@ -305,3 +305,50 @@ def test_what_forward_sets_is_told_where_its_python_does_not_run() -> None:
     assert any("they leave that as it is" in remark for remark in split.remarks)
     split(x)  # and is told once
     split.unplace()
+
+
+class Remembers(nn.Module):
+    """Goes on from call to call, or only notes or keeps what is the same in every call."""
+
+    hidden: torch.Tensor | None = None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.one, self.two = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+        made = self.one(x)
+        if self.kind == "goes on" and self.hidden is not None:
+            made = made + self.hidden
+        if self.kind == "later" and last is not None:
+            made = made + (0 if self.hidden is None else self.hidden) * last
+        if self.kind == "keeps" and self.table is None:
+            self.table = torch.arange(4.0)
+        if last is None:
+            self.hidden = made.detach().mean(0)
+        return self.two(made if self.table is None else made + self.table)
+
+
+@pytest.mark.parametrize("kind", ["goes on", "later", "notes", "keeps"])
+def test_what_goes_on_from_call_to_call_is_refused_where_results_would_differ(kind: str) -> None:
+    model = Remembers(kind)
+    unsplit = copy.deepcopy(model)
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    placed = place(model, devices, placer="round-robin", training=False)
+    said = "reads hidden, which an earlier call sets"
+    if kind == "goes on":
+        with pytest.raises(baechi.TraceError, match=said):
+            placed(X)
+        assert model.hidden is None
+        return
+    with pytest.warns(UserWarning, match="changes .* in Python"), torch.no_grad():
+        assert torch.equal(placed(X), unsplit(X))
+    if kind == "later":
+        with pytest.raises(baechi.TraceError, match=said):
+            placed(X, torch.ones(4))
+    with torch.no_grad():
+        assert torch.equal(placed(X), unsplit(X))
+    placed.unplace()
+    alone = place(Remembers(kind), training=False)
+    assert alone(X, torch.ones(4)).shape == X.shape

@@ -36,6 +36,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, own_objects
 from baechi.tracing.family_traces import sized
+from baechi.tracing.ladder import refuse_carried
 from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_ns
 
@@ -127,6 +128,8 @@ class Planner:
             )
             special = guarded(options, special, homes)
             placement = special.placement
+            if special.unsplit_on is None:
+                refuse_carried(model, traced, [each.traced for each in kin])
             if special.stale:
                 warnings.warn(special.stale, stacklevel=2)
             special.note = self.choice or self.traces.note(model, call, kin)

@@ -185,15 +185,18 @@ def _parts_whole(mode: GradientMode, of_part: bool, model: nn.Module, call: Call
                 raise
 
 
-def run_on_copies(model: nn.Module, call: Call) -> None:
-    """Run the example for real; state, arguments and random numbers stay as they are."""
+def run_on_copies(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+    """The tensors that forward gives of the example, run for real.
+
+    State, arguments and random numbers stay as they are.
+    """
     flat, _ = flat_model(model, call)
     state = named_state(flat)
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus):
-        called_with(flat, copies, inputs)
+        return tuple(called_with(flat, copies, inputs))
 
 
 NUMBERS: Final = "numbers of the arguments"
