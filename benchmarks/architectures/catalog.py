@@ -9,6 +9,7 @@ from benchmarks.architectures.series import SERIES
 from benchmarks.architectures.small import Example, small
 from benchmarks.architectures.text import BOTH, DECODERS, ENCODERS
 from benchmarks.architectures.vision import VISION
+from benchmarks.architectures.vision_language import VISION_LANGUAGE
 
 FAMILIES = {
     "encoder": ENCODERS,
@@ -17,6 +18,7 @@ FAMILIES = {
     "vision": VISION,
     "audio": AUDIO,
     "multimodal": MULTIMODAL,
+    "vision-language": VISION_LANGUAGE,
     "time series": SERIES,
 }
 

@@ -269,7 +269,7 @@ def test_guests_run_side_by_side_and_owners_alone() -> None:
 
 
 class Carrying(nn.Module):
-    """What published models keep in attributes: counts, auxiliary losses, hidden states."""
+    """What published models keep in attributes: counts, auxiliary losses, last hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Carrying(nn.Module):
         self.mode, self._ran = "regression", True  # settled by the first call: no state
         self.input_device = x.device  # which accelerate's hooks keep
         x = x if random.random() < 1 else -x
-        x, self.hidden = self.recurrent(self.inner(x)[None], self.hidden)
+        x, self.hidden = self.recurrent(self.inner(x)[None])
         self.loss = x.square().mean()
         return x[0]
 
