@@ -305,3 +305,6 @@ def test_which_experts_are_hit_does_not_decide_what_is_counted(measured: bool) -
     for _ in range(3):
         (other, _), *_ = peaks(model, torch.randn(16, 32), measured=measured)
         assert other <= said
+    layers = nn.Sequential(*(Routed() for _ in range(4)))  # each of which routes otherwise
+    (seen, said), *_ = peaks(layers, x, training=False, measured=measured)
+    assert seen <= said <= 1.02 * seen

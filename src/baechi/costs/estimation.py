@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.costs.example_inputs import Make, filled, real_inputs
+from baechi.costs.example_inputs import Make, RealInputs, filled
 from baechi.costs.flop_rules import kernel_of
 from baechi.costs.held_gradients import held_gradients
 from baechi.costs.op_benchmark import Alone, Arriving, cpu_peaks
@@ -254,19 +254,20 @@ def workloads(traced: Traced) -> dict[str, Workload]:
                 rows[op.key] = _count(module, nodes, make, fakes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
                 left[op.key] = nodes, op.differentiable
+    real_inputs = RealInputs(module)
     for key, (nodes, differentiable) in left.items():
         rows[key] = _unseen(module, nodes, differentiable)
         if module.facts.real:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
-                rows[key] = _count_real(module, nodes, make)
+                rows[key] = _count_real(module, nodes, real_inputs.make(nodes, _CPU, make))
     return rows
 
 
-def _count_real(module: TracedModule, nodes: Sequence[fx.Node], otherwise: Make) -> Workload:
+def _count_real(module: TracedModule, nodes: Sequence[fx.Node], make: Make) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        load = _count(module, nodes, real_inputs(module, nodes, _CPU, otherwise))
+        load = _count(module, nodes, make)
     return replace(load, remark=load.remark or SEEN)
 
 
@@ -284,7 +285,7 @@ def _count(
         produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
     inference = None
-    if any(operator_name(node) in _LIGHTER_IN_INFERENCE for node in nodes):
+    if alone.looks_at_values or any(operator_name(n) in _LIGHTER_IN_INFERENCE for n in nodes):
         with torch.no_grad():
             _, _, inference, _ = _counted(Meter([0]), alone.inference, [])
     if not roots or not alone.differentiable:

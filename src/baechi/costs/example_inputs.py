@@ -8,6 +8,7 @@ so that neither every row nor a single one is read.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, final
 
 import torch
@@ -176,51 +177,79 @@ def filled(module: TracedModule, node: fx.Node, make: Callable[[Value], torch.Te
     return facts.structure.fill([make(value) for value in facts.values])
 
 
-def real_inputs(
-    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device, otherwise: Make
-) -> Make:
-    """The values that an operator reads in a run of the model on its example; others as otherwise.
+@final
+class RealInputs:
+    """The values that operators read in a run of a traced model on its example.
 
-    The model stays as it is. Needs values of all parameters, and the memory of a forward.
+    The model stays as it is. Needs values of all parameters, and the memory of a forward. One run
+    is for all operators that look at values; any other has a run of its own, without it.
     """
-    inside = set(nodes)
-    wanted = {node for inner in nodes for node in inner.all_input_nodes if node not in inside}
-    runner = _Prefix(module, inside)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        runner.run_up_to(nodes[-1])
 
-    def anew(node: fx.Node) -> Any:
-        """Its tensors as leaves of their own, with the same strides."""
-        flags = iter([value.requires_grad for value in module.facts.nodes[node].values])
-        return map_tensors(
-            lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), runner.env[node]
-        )
+    def __init__(self, module: TracedModule) -> None:
+        self._module = module
 
-    values = {node: anew(node) for node in wanted if module.facts.nodes[node].values}
-    return lambda node, readers: values[node] if node in values else otherwise(node, readers)
+    def make(self, nodes: Sequence[fx.Node], device: torch.device, otherwise: Make) -> Make:
+        """What makes the values that an operator reads; of other nodes as otherwise."""
+        if looks_at_values(self._module, nodes):
+            values = self._of_all[nodes[0]]
+        else:
+            (values,) = _Run(self._module, [nodes], alone=True).values.values()
+
+        def anew(node: fx.Node) -> Any:
+            """Its tensors as leaves of their own, with the same strides."""
+            flags = iter([value.requires_grad for value in self._module.facts.nodes[node].values])
+            return map_tensors(
+                lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), values[node]
+            )
+
+        made = {node: anew(node) for node in values}
+        return lambda node, readers: made[node] if node in made else otherwise(node, readers)
+
+    @cached_property
+    def _of_all(self) -> dict[fx.Node, dict[fx.Node, Any]]:
+        rows = [nodes for nodes in self._module.nodes if looks_at_values(self._module, nodes)]
+        return _Run(self._module, rows).values
 
 
 @final
-class _Prefix(fx.Interpreter):
-    """Runs what comes before an operator and does not need it."""
+class _Run(fx.Interpreter):
+    """A run of the example, up to the last of some operators.
 
-    def __init__(self, module: TracedModule, without: set[fx.Node]) -> None:
+    Attributes:
+        values: What each of them reads, by the first of its nodes.
+    """
+
+    def __init__(
+        self, module: TracedModule, operators: Sequence[Sequence[fx.Node]], *, alone: bool = False
+    ) -> None:
         super().__init__(module.graph_module, garbage_collect_values=False)
-        self._without = set(without)
+        without = {node for nodes in operators for node in nodes} if alone else set()
         self._copies: dict[str, Any] = {}
         tensors = [*module.call.tensors, *module.model.parameters()]
         self._home = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.args_iter = iter([tensor.detach().clone() for tensor in module.call.tensors])
-        self._graph = module.graph_module.graph
+        self.values: dict[fx.Node, dict[fx.Node, Any]] = {}
+        called = ([n for n in nodes if n.op == "call_module" and not alone] for nodes in operators)
+        left = {[*c, nodes[-1]][0]: nodes for c, nodes in zip(called, operators, strict=True)}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for node in module.graph_module.graph.nodes:
+                if node in left:
+                    self._note(module, left.pop(node))
+                if not left:
+                    break
+                if any(argument in without for argument in node.all_input_nodes):
+                    without.add(node)
+                if node not in without or node.op == "placeholder":  # which takes its turn
+                    self.env[node] = self.run_node(node)
 
-    def run_up_to(self, last: fx.Node) -> None:
-        for node in self._graph.nodes:
-            if node is last:
-                return
-            if any(argument in self._without for argument in node.all_input_nodes):
-                self._without.add(node)
-            if node not in self._without or node.op == "placeholder":  # which takes its turn
-                self.env[node] = self.run_node(node)
+    def _note(self, module: TracedModule, nodes: Sequence[fx.Node]) -> None:
+        inside = set(nodes)
+        read = {node for inner in nodes for node in inner.all_input_nodes if node not in inside}
+        self.values[nodes[0]] = {
+            node: map_tensors(lambda t: t.detach().clone(), self.env[node])
+            for node in read & self.env.keys()
+            if module.facts.nodes[node].values
+        }
 
     def fetch_attr(self, target: str) -> Any:
         """A copy of the model's parameter, buffer or submodule, where the example is."""

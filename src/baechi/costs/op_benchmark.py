@@ -24,9 +24,9 @@ from torch import fx
 from baechi.costs.example_inputs import (
     ExampleInputs,
     Make,
+    RealInputs,
     function_of,
     looks_at_values,
-    real_inputs,
 )
 from baechi.costs.profile_cache import Conditions, Measured
 from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
@@ -121,6 +121,10 @@ class Bench:
         return ExampleInputs(self._module, self.place)
 
     @cached_property
+    def _real_inputs(self) -> RealInputs:
+        return RealInputs(self._module)
+
+    @cached_property
     def _engine(self) -> Reading:
         """The time to start autograd's engine, which a segment does once for all its ops."""
         leaf = torch.zeros((), device=self.place, requires_grad=True)
@@ -191,7 +195,7 @@ class Bench:
 
     def _in_place(self, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
         """One pass over an operator on what it reads in a run of the model on its example."""
-        make = real_inputs(self._module, nodes, self.place, self._inputs.make)
+        make = self._real_inputs.make(nodes, self.place, self._inputs.make)
         return self._measure(make, nodes, before)
 
     def _measure(self, make: Make, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
@@ -308,6 +312,7 @@ class Alone:
             it has no parameters.
         is_read: Whether others read a result.
         single: Whether every run needs preparing of its own, since the caches are emptied.
+        looks_at_values: Whether values decide what it does.
     """
 
     def __init__(
@@ -354,7 +359,8 @@ class Alone:
         self.single = self._evict is not None
         self.fresh = fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] | None = [] if looks_at_values(module, nodes) else None
+        self.looks_at_values = looks_at_values(module, nodes)
+        self._kept: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -362,16 +368,13 @@ class Alone:
 
         Which experts are hit, and in what order, another batch decides otherwise.
         """
-        kept = self._kept
-        if kept is None:
-            yield
-            return
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            kept.append(tensor)
+            self._kept.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks if self.looks_at_values else contextlib.nullcontext():
             yield
 
     def forward_runs(self, n: int) -> list[Run]:

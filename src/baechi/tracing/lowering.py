@@ -29,6 +29,7 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.gradient_order import Routes, find_routes, routed
 from baechi.tracing.guards import Attributes
+from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
@@ -521,7 +522,8 @@ def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
         if node.op == "call_module":
             leaf = module.get_submodule(target)
             state = [*leaf.parameters(), *leaf.buffers()]
-            target = f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
+            target = "" if is_torchs(leaf) else f"{target} "  # whose values decide what it does
+            target += f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
         arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
         rows.append(f"{node.op} {target}{arguments}")
     return "; ".join(rows)
