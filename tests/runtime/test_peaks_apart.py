@@ -1,6 +1,7 @@
 """Peaks of toys whose readers, parts or writes lie on several devices, or far apart in forward."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -308,3 +309,45 @@ def test_which_experts_are_hit_does_not_decide_what_is_counted(measured: bool) -
     layers = nn.Sequential(*(Routed() for _ in range(4)))  # each of which routes otherwise
     (seen, said), *_ = peaks(layers, x, training=False, measured=measured)
     assert seen <= said <= 1.02 * seen
+
+
+@torch.library.custom_op("baechi_peaks::marked", mutates_args=())
+def marked(x: Tensor, marks: Tensor) -> Tensor:
+    """What is marked."""
+    return x * marks
+
+
+@marked.register_fake
+def _(x: Tensor, marks: Tensor) -> Tensor:
+    del marks
+    return torch.empty_like(x)
+
+
+def keep_marks(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    """Holds integers by itself, as grouped products do in transformers, out of autograd's sight."""
+    del output
+    ctx.marks = inputs[1]
+
+
+def back_of_marked(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient * ctx.marks, None
+
+
+marked.register_autograd(back_of_marked, setup_context=keep_marks)
+
+
+class Marking(nn.Module):
+    """Marks what it computed, and computes more between that and its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(marked(x, (x > 0).to(torch.int64)))
+
+
+def test_what_a_custom_function_holds_by_itself_is_counted() -> None:
+    for seen, said in peaks(Marking(), torch.randn(256, 64)):
+        assert seen <= said <= 1.02 * seen

@@ -327,7 +327,7 @@ class _Recorder(fx.Interpreter):
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         if getattr(n.target, "overloadpacket", None) in _SHRUNK and values[0].shape == ():
             self._facts.storages[values[0].storage].nbytes *= self.env[n.all_input_nodes[0]].numel()
-        saved = tuple(dict.fromkeys(self._saved))
+        saved = tuple(dict.fromkeys([*self._saved, *self._held_by(parts.tensors)]))
         inner = [n, *nodes_inside(n)]
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
         checks = any(str(node.target).startswith((CHECK, SIZES)) for node in inner)
@@ -350,6 +350,12 @@ class _Recorder(fx.Interpreter):
             if key is not None and not written and reached <= set(self._read(n)):
                 self._ran[key] = n, made
         return result
+
+    def _held_by(self, results: Sequence[torch.Tensor]) -> list[int]:
+        """Storages of tensors that a custom function holds itself: `ctx.offsets = offsets`."""
+        functions = {result.grad_fn for result in results}
+        held = [value for each in functions for value in getattr(each, "__dict__", {}).values()]
+        return [self._storage(value, self._current) for value in held if torch.is_tensor(value)]
 
     def _ends(self, n: fx.Node) -> dict[int, GradientEdge]:
         """Where the gradients of those inputs go, by index, that are tensors with one."""
