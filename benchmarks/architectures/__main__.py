@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from benchmarks.architectures.catalog import names, names_found
 from benchmarks.architectures.forms import FORMS, described
-from benchmarks.architectures.report import write_sizes, write_table
+from benchmarks.architectures.report import write_calls, write_table
 from rich.progress import track
 
 RESULTS = Path(__file__).parents[1] / "results" / "architectures"
@@ -22,6 +22,9 @@ def main(
         bool, typer.Option("--found", help="Of transformers, those that the catalog lacks.")
     ] = False,
     sizes: Annotated[bool, typer.Option("--sizes", help="Call each with four batches.")] = False,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Let those that generate answer a prompt.")
+    ] = False,
     form: Annotated[str, typer.Option(help=f"With commas: {described(FORMS)}.")] = "",
     timeout: Annotated[int, typer.Option(help="Seconds for each.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
@@ -34,14 +37,17 @@ def main(
         typer.echo(f"No architecture is called {', '.join(wrong)}. There are {', '.join(known)}.")
         raise typer.Exit(2)
     forms = form.split(",") if form else []
-    if not FORMS.keys() >= set(forms) or (forms and sizes):
-        typer.echo(f"A form is one of {', '.join(FORMS)}, without --sizes.")
+    calls = [name for name, given in (("sizes", sizes), ("generate", generate)) if given]
+    if not FORMS.keys() >= set(forms) or len([*calls, *(["form"] if forms else [])]) > 1:
+        typer.echo(f"A form is one of {', '.join(FORMS)}, without --sizes and --generate.")
         raise typer.Exit(2)
     rows: list[dict[str, Any]] = []
     for name in track(chosen, description=""):
-        rows.append(_row(name, timeout, ["--sizes"] if sizes else forms))
+        row = _row(name, timeout, [f"--{each}" for each in calls] or forms)
+        if row.get("generates", True):
+            rows.append(row)
         # What is found is kept, whatever ends this.
-        write_sizes(rows, out) if sizes else write_table(rows, out, forms, found)
+        write_calls(rows, out, calls[0]) if calls else write_table(rows, out, forms, found)
 
 
 def _row(name: str, timeout: int, options: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Outputs, gradients of parameters and arguments, buffers and arguments are compared bit by bit, of a
 training step in training mode and of an inference in evaluation mode, at one thread everywhere.
-With `--sizes`, batches of other sizes follow, which the first plan does not take.
+With `--sizes`, batches of other sizes follow, which the first plan does not take; with `--generate`
+a placed model in evaluation mode answers a prompt.
 """
 
 import copy
@@ -135,14 +136,56 @@ def check_sizes(name: str) -> dict[str, Any]:
     return row
 
 
-def _call_each(
-    row: dict[str, Any],
-    model: nn.Module,
-    calls: Sequence[tuple[Any, Any]],
-    wanted: Sequence[Mapping[str, Any]],
-    seed: int,
-) -> None:
-    placed = baechi.place(
+_ANSWERS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+}
+_NO_PROMPT = {"labels", "decoder_input_ids", "return_loss", "use_cache"}
+
+
+def check_generate(name: str) -> dict[str, Any]:
+    """What happened in `generate`, with the plans that its calls took."""
+    row: dict[str, Any] = {"plans": [], "problems": [], "remarks": [], "skipped": []}
+    model, _, kwargs = example(name, cache=True)
+    if not getattr(model.eval(), "can_generate", bool)():
+        return {"generates": False}
+    prompt = {key: value for key, value in kwargs.items() if key not in _NO_PROMPT}
+    with torch_threads(1), torch.no_grad():
+        wanted: dict[str, dict[str, Any]] = {}
+        for how in _ANSWERS:
+            try:
+                one, two = (_answer(model, prompt, how) for _ in range(2))
+            except Exception as error:  # whatever a model's code raises
+                row["skipped"].append(f"{how}: the unsplit model fails: {error}"[:200])
+                continue
+            if differences(one, two):
+                row["skipped"].append(f"{how}: the unsplit model differs from itself")
+            else:
+                wanted[how] = one
+        placed = _placed_lazily(model, 3)
+        for how, want in wanted.items():
+            try:
+                wrong = differences(want, _answer(placed, prompt, how))
+            except baechi.BaechiError as error:
+                row["problems"].append(f"{type(error).__name__}: {how}: {error}")
+            else:
+                row["problems"] += [f"{how}: {text}" for text in wrong]
+        _note_plans(row, placed)
+    return row
+
+
+def _answer(model: nn.Module, prompt: Mapping[str, Any], how: str) -> dict[str, Any]:
+    """Five tokens, with the scores by which they were chosen."""
+    torch.manual_seed(5)
+    wishes = {"max_new_tokens": 5, "min_new_tokens": 5, **_ANSWERS[how]}
+    wishes |= {"return_dict_in_generate": True, "output_scores": True}
+    answer = model.generate(**copy.deepcopy(dict(prompt)), **wishes)  # type: ignore[operator]
+    return {"tokens": answer.sequences, "scores": torch.stack(answer.scores)}
+
+
+def _placed_lazily(model: nn.Module, seed: int) -> baechi.PlacedModule:
+    return baechi.place(
         copy.deepcopy(model),
         DEVICES,
         placer=baechi.RandomPlacer(seed),
@@ -151,15 +194,29 @@ def _call_each(
         progress=False,
         threads_per_device=1,
     )
+
+
+def _note_plans(row: dict[str, Any], placed: baechi.PlacedModule) -> None:
+    row["plans"].append(len(placed._specializations))
+    row["remarks"] += [remark for remark in placed.remarks if "each shape" in remark]
+    placed.unplace()
+
+
+def _call_each(
+    row: dict[str, Any],
+    model: nn.Module,
+    calls: Sequence[tuple[Any, Any]],
+    wanted: Sequence[Mapping[str, Any]],
+    seed: int,
+) -> None:
+    placed = _placed_lazily(model, seed)
     for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
         placed.load_state_dict(model.state_dict())
         wrong = differences(want, step(placed, *call))
         if wrong:
             some = "; ".join(wrong[:3])
             row["problems"].append(f"call {index}: {len(wrong)} of {len(want)} differ: {some}")
-    row["plans"].append(len(placed._specializations))
-    row["remarks"] += [remark for remark in placed.remarks if "each shape" in remark]
-    placed.unplace()
+    _note_plans(row, placed)
 
 
 # Their arguments' first sizes differ: several texts or patches for an image. A call of more of
@@ -223,5 +280,5 @@ def _place(
 
 if __name__ == "__main__":
     _name, *_options = sys.argv[1:]
-    _row = check_sizes(_name) if _options == ["--sizes"] else check(_name, _options)
-    print(json.dumps({"name": _name, **_row}))
+    _calls = {"--sizes": check_sizes, "--generate": check_generate}.get("".join(_options))
+    print(json.dumps({"name": _name, **(_calls(_name) if _calls else check(_name, _options))}))

@@ -22,8 +22,15 @@ def write_table(
     (folder / "table.md").write_text("\n".join(_lines(rows, forms, found)) + "\n")
 
 
-def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """`sizes.md` in the folder: how many plans four batches took, in training and in inference."""
+# The calls of an option, and how they are equal.
+CALLS = {
+    "sizes": "in every bit at four batch sizes",
+    "generate": "in every token and bit of the scores: greedy, sampled and with three beams",
+}
+
+
+def write_calls(rows: Sequence[dict[str, Any]], folder: Path, option: str) -> None:
+    """`sizes.md` or `generate.md` in the folder: how many plans these calls took."""
     folder.mkdir(parents=True, exist_ok=True)
     tried = [row for row in rows if "unbuilt" not in row and row["plans"]]
     differing = [row for row in tried if _differs(row)]
@@ -31,11 +38,11 @@ def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     two = [row for row in equal if max(row["plans"]) <= 2]
     facts = ", ".join(f"{key} {value}" for key, value in environment().items())
     lines = [
-        f"{len(equal)} of {len(tried)} architectures equal in every bit at four batch sizes, "
+        f"{len(equal)} of {len(tried)} architectures equal {CALLS[option]}, "
         f"{len(two)} of them with at most two plans; {len(differing)} differ. "
         f"{len(rows) - len(tried)} more did not run here.",
         "",
-        f"`python3 -m benchmarks.architectures --sizes`; {facts}",
+        f"`python3 -m benchmarks.architectures --{option}`; {facts}",
         "",
         "| architecture | plans | result |",
         "|---|---|---|",
@@ -45,7 +52,7 @@ def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         said = list(dict.fromkeys(said or row["remarks"] or ["equal"]))
         plans = ", ".join(map(str, row.get("plans", [])))
         lines.append(f"| {row['name']} | {plans} | {'; '.join(map(_short, said))} |")
-    (folder / "sizes.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{option}.md").write_text("\n".join(lines) + "\n")
 
 
 def _lines(rows: Sequence[dict[str, Any]], forms: Sequence[str], found: bool) -> list[str]:

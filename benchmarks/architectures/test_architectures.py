@@ -79,3 +79,32 @@ def test_the_table_names_the_form_and_what_differs(tmp_path: Path) -> None:
     assert "`python3 -m benchmarks.architectures --form dropout,bfloat16`" in table
     write_table(rows, tmp_path)
     assert "Form" not in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:forward of this RecurrentGemma:UserWarning")
+def test_a_placed_model_answers_a_prompt_as_the_unsplit_one() -> None:
+    from benchmarks.architectures.check import check_generate
+
+    assert check_generate("unet") == {"generates": False}
+    row = check_generate("GPTNeoForCausalLM")
+    assert row["problems"] == row["skipped"] == []
+    assert row["plans"] >= [2]  # of the prompt, and of what follows
+    (said, *_) = check_generate("RecurrentGemmaForCausalLM")["problems"]
+    assert "which an earlier call sets" in said
+
+
+def test_the_table_of_calls_names_them_and_what_differs(tmp_path: Path) -> None:
+    from benchmarks.architectures.report import write_calls
+
+    own = ["TraceError: no"], ["beams: tokens: 1 of 2"], []
+    rows = [
+        {"name": name, "plans": [plans], "problems": problems, "remarks": [], "skipped": []}
+        for name, plans, problems in zip("abc", (1, 2, 3), own, strict=True)
+    ]
+    write_calls(rows, tmp_path, "generate")
+    table = (tmp_path / "generate.md").read_text()
+    assert table.startswith("1 of 3 architectures equal in every token")
+    assert "0 of them with at most two plans; 1 differ" in table
+    assert "| c | 3 | equal |" in table
+    assert "`python3 -m benchmarks.architectures --generate`" in table
