@@ -33,7 +33,7 @@ from baechi.tracing.model_code import own_modules
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import RETURN_IT, has_observers, in_turn, without_observers
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
-from baechi.tracing.side_effects import notes_kept, unchanged
+from baechi.tracing.side_effects import draws_kept, notes_kept, unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import caches_told, ctc_losses_known, errors_followed, lstms_in_one
 
@@ -121,8 +121,14 @@ def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) 
         devices = {tensor.device for tensor in (*state, *call.tensors, *before.tensors)}
         if not carried or len(devices) > 1 or torch.device("meta") in devices:
             continue
-        first, then, again = (_run_after(model, call, rows) for rows in ((), (before,), ()))
-        if _are_equal(first, again) and not _are_equal(first, then):
+        try:
+            rows = _run_in_turn(model, [before, call])
+            first = rows[0] if other is traced else _run_in_turn(model, [call])[0]
+            differs = not _are_equal(first, rows[1])
+            differs = differs and _are_equal(first, _run_in_turn(model, [call])[0])
+        except Exception:  # whatever the model's code raises after a call that may never come
+            continue
+        if differs:
             raise TraceError(
                 f"forward of this {type(model).__name__} reads {', '.join(carried[:4])}, which an "
                 "earlier call sets: it would give other results in a second call, and a split "
@@ -131,20 +137,28 @@ def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) 
             )
 
 
-def _run_after(model: nn.Module, call: Call, earlier: Sequence[Call]) -> tuple[torch.Tensor, ...]:
-    """What forward gives of a call after others, of which nothing stays."""
-    with quiet(), unchanged(model), notes_kept(model), without_observers(model):
-        for each in earlier:
-            run_on_copies(model, each)
-        return run_on_copies(model, call)
+def _run_in_turn(model: nn.Module, calls: Sequence[Call]) -> list[tuple[torch.Tensor, ...]]:
+    """What forward gives of calls one after the other, of which nothing stays."""
+    made = []
+    with quiet(), unchanged(model), notes_kept(model), without_observers(model), torch.no_grad():
+        for each in calls:
+            with draws_kept(model):  # what Python draws is the same in each
+                made.append(run_on_copies(model, each))
+    return made
 
 
 def _are_equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """True if tensors are equal in every bit, or both no number."""
+    """True if tensors are equal in every bit."""
     return len(ones) == len(others) and all(
-        one.shape == other.shape and bool(torch.isclose(one, other, 0, 0, equal_nan=True).all())
+        (one.shape, one.dtype) == (other.shape, other.dtype)
+        and torch.equal(_bytes(one), _bytes(other))
         for one, other in zip(ones, others, strict=True)
     )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 @no_collections()
