@@ -351,3 +351,20 @@ class Marking(nn.Module):
 def test_what_a_custom_function_holds_by_itself_is_counted() -> None:
     for seen, said in peaks(Marking(), torch.randn(256, 64)):
         assert seen <= said <= 1.02 * seen
+
+
+class Shifted(nn.Module):
+    """Returns its own loss of all logits but the last, and the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.first(x))
+        return logits[:, :-1].log_softmax(-1).square().mean(), logits
+
+
+def test_logits_beside_a_models_own_loss_get_no_gradient_from_the_caller() -> None:
+    for seen, said in peaks(Shifted(), torch.randn(2, 16, 8), "head"):
+        assert seen <= said <= 1.02 * seen

@@ -33,7 +33,6 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.node_facts import Value
-from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.side_effects import fakes_removed, gradients_kept
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import called_with
@@ -283,7 +282,7 @@ def _count(
     (run,) = alone.forward_runs(1)
     with alone.keeping():
         produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
-    roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
+    roots = alone.graded(produced)
     inference = None
     if alone.looks_at_values or any(operator_name(n) in _LIGHTER_IN_INFERENCE for n in nodes):
         with torch.no_grad():

@@ -330,6 +330,7 @@ class Alone:
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
         self.is_read = bool(part.outputs)
+        self._ungraded = [_has_no_gradient(module, node, nodes) for node in part.outputs]
         self._stays = [node.op == "get_attr" for node in part.inputs]
         self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
@@ -423,10 +424,15 @@ class Alone:
         pairs = zip(self._inputs, self._overwritten, strict=True)
         return [value.clone() if over else value for value, over in pairs]
 
-    @staticmethod
-    def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def graded(self, results: Sequence[Any]) -> list[torch.Tensor]:
+        """The results of a forward that get a gradient."""
+        pairs = zip(results, self._ungraded, strict=True)
+        rows = [result for result, ungraded in pairs if not ungraded]
+        return [tensor for tensor in tensors_in(rows) if tensor.requires_grad]
+
+    def seeded(self, results: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results of a forward that have gradients, and gradients for them."""
-        outputs = [t for t in tensors_in(results) if t.requires_grad]
+        outputs = self.graded(results)
         return outputs, [torch.ones_like(tensor) for tensor in outputs]
 
     def differentiated(
@@ -446,6 +452,17 @@ class Alone:
         if fresh:
             self._held += kept
         return kept
+
+
+def _has_no_gradient(module: TracedModule, node: fx.Node, nodes: Sequence[fx.Node]) -> bool:
+    """True if the caller alone gets a value, such as logits beside the model's own loss."""
+    values = module.facts.nodes[node].values
+    if not all(user.op == "output" for user in node.users if user not in nodes):
+        return False
+    returned = module.graph_module.graph.output_node().all_input_nodes
+    rows = [value for each in returned for value in module.facts.nodes[each].values]
+    has_loss = any(value.shape == () and value.requires_grad for value in rows)
+    return has_loss and all(value.shape != () for value in values)
 
 
 def _in_turn(preparations: Sequence[Preparation]) -> Preparation:
@@ -479,7 +496,7 @@ def _sizes(alone: Alone, place: torch.device) -> Measured:
         alone.differentiated(*alone.seeded(alone.forward()))
     with alone.keeping():
         outputs, forward_bytes, _ = peaks(alone.forward)
-    graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    graded = alone.graded(outputs)
     scratch_bytes = reused_bytes = 0
     if graded and alone.differentiable:
         arriving, *_ = peaks(lambda: Arriving(graded))
