@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import baechi
-from baechi.costs.op_benchmark import evictor
+from baechi.costs.operator_alone import evictor
 from baechi.costs.timers import CudaTimer, Run
 from baechi.torch_support.torch_devices import cache_bytes
 

@@ -9,7 +9,8 @@ from torch import nn
 import baechi
 from baechi.costs import op_benchmark
 from baechi.costs.example_inputs import ExampleInputs
-from baechi.costs.op_benchmark import Alone, Bench, Evict, evictor
+from baechi.costs.op_benchmark import Bench
+from baechi.costs.operator_alone import Alone, Evict, evictor
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from torch import fx
 from baechi.costs.example_inputs import Make, RealInputs, filled
 from baechi.costs.flop_rules import kernel_of
 from baechi.costs.held_gradients import held_gradients
-from baechi.costs.op_benchmark import Alone, Arriving, cpu_peaks
+from baechi.costs.operator_alone import Alone, Arriving, cpu_peaks
 from baechi.errors import InputError
 from baechi.records.cluster import lanes_of
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
