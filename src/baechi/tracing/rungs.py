@@ -10,8 +10,8 @@
     choose                       chose
     torch.export, truth values   those of the example's tensors, each with a check; in the place of
                                  a part that stays whole if all say that numbers are finite
-    torch.export, opaque         where fx cannot trace what is around submodules that stay whole
-      submodules                 (`whole_parts`)
+    torch.export, opaque         where fx cannot trace what is around submodules that stay whole, or
+      submodules                 leaves most of the parameters in one (`whole_parts`)
 
 Each rung traces the same flat function (`calling_convention.flat_model`).
 """
