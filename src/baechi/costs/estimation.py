@@ -250,7 +250,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
             leaves = opaque_leaves(module.graph_module, nodes)
             try:
                 fakes = {target: _Leaf(leaf) for target, leaf in leaves.items()}
-                rows[op.key] = _count(module, nodes, make, fakes)
+                rows[op.key] = _count(traced, nodes, make, fakes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
                 left[op.key] = nodes, op.differentiable
     real_inputs = RealInputs(module)
@@ -258,26 +258,27 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         rows[key] = _unseen(module, nodes, differentiable)
         if module.facts.real:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
-                rows[key] = _count_real(module, nodes, real_inputs.make(nodes, _CPU, make))
+                rows[key] = _count_real(traced, nodes, real_inputs.make(nodes, _CPU, make))
     return rows
 
 
-def _count_real(module: TracedModule, nodes: Sequence[fx.Node], make: Make) -> Workload:
+def _count_real(traced: Traced, nodes: Sequence[fx.Node], make: Make) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        load = _count(module, nodes, make)
+        load = _count(traced, nodes, make)
     return replace(load, remark=load.remark or SEEN)
 
 
 def _count(
-    module: TracedModule,
+    traced: Traced,
     nodes: Sequence[fx.Node],
     make: Make,
     leaves: Mapping[str, torch.nn.Module] | None = None,
 ) -> Workload:
     """One operator, run on what `make` gives for the nodes that it reads."""
-    alone = Alone(module, nodes, make, _CPU, leaves=leaves)
+    module = traced.module
+    alone = Alone(module, nodes, make, _CPU, leaves=leaves, returns_loss=traced.returns_loss)
     meter, unseen = Meter([0]), list[int]()
     (run,) = alone.forward_runs(1)
     with alone.keeping():

@@ -191,7 +191,10 @@ class Bench:
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
             # A lane has leaves of its own: autograd gives a leaf's gradient on one stream.
             lanes = [
-                Alone(self._module, nodes, make, self.place, self._evict, self._fresh)
+                Alone(
+                    *(self._module, nodes, make, self.place, self._evict, self._fresh),
+                    returns_loss=self.traced.returns_loss,
+                )
                 for _ in range(self.lanes)
             ]
             alone = lanes[0]

@@ -71,13 +71,16 @@ class Alone:
         evict: Evict | None = None,
         fresh: float = 0.0,
         leaves: Mapping[str, torch.nn.Module] | None = None,
+        returns_loss: bool = False,
     ) -> None:
         if leaves is None:
             leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
         self._function = part.function
         self.is_read = bool(part.outputs)
-        self._ungraded = [_has_no_gradient(module, node, nodes) for node in part.outputs]
+        self._ungraded = [
+            returns_loss and _goes_to_caller_alone(module, node, nodes) for node in part.outputs
+        ]
         self._stays = [node.op == "get_attr" for node in part.inputs]
         self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
@@ -201,15 +204,11 @@ class Alone:
         return kept
 
 
-def _has_no_gradient(module: TracedModule, node: fx.Node, nodes: Sequence[fx.Node]) -> bool:
-    """True if the caller alone gets a value, such as logits beside the model's own loss."""
-    values = module.facts.nodes[node].values
-    if not all(user.op == "output" for user in node.users if user not in nodes):
-        return False
-    returned = module.graph_module.graph.output_node().all_input_nodes
-    rows = [value for each in returned for value in module.facts.nodes[each].values]
-    has_loss = any(value.shape == () and value.requires_grad for value in rows)
-    return has_loss and all(value.shape != () for value in values)
+def _goes_to_caller_alone(module: TracedModule, node: fx.Node, nodes: Sequence[fx.Node]) -> bool:
+    """True of logits beside a model's own loss, which alone gets a gradient from the caller."""
+    outside = [user for user in node.users if user not in nodes]
+    scalar = any(value.shape == () for value in module.facts.nodes[node].values)
+    return not scalar and all(user.op == "output" for user in outside)
 
 
 def _give_memory_back() -> None:

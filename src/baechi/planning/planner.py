@@ -35,8 +35,8 @@ from baechi.torch_support.tracer_internals import shown_on_cpu
 from baechi.traced.traced_model import Traced
 from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, own_objects
+from baechi.tracing.carried_state import refuse_carried
 from baechi.tracing.family_traces import sized
-from baechi.tracing.ladder import refuse_carried
 from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_ns
 

@@ -31,9 +31,9 @@ from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.model_code import own_modules
 from baechi.tracing.node_facts import Facts
-from baechi.tracing.observers import RETURN_IT, has_observers, in_turn, without_observers
+from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
-from baechi.tracing.side_effects import draws_kept, notes_kept, unchanged
+from baechi.tracing.side_effects import unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import caches_told, ctc_losses_known, errors_followed, lstms_in_one
 
@@ -96,69 +96,6 @@ def trace(
         copied = [n for n, (t, own) in zip(nodes, pairs, strict=True) if t is not own]
         written = {v.storage for node in copied for v in facts.nodes[node].values} & facts.written
         return _climb(model, call, mode, places, like, of_part) if written else traced
-
-
-def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) -> None:
-    """Refuse what goes on from call to call in an attribute, where that decides a result.
-
-    The example runs anew after a call that sets what this forward reads: itself, or another.
-    Where forward notes what nobody reads, or what would be the same, the results are equal. A
-    model on meta, or on several devices, does not run.
-
-    Args:
-        model: The model, whose Python a split one does not run.
-        traced: A call of it.
-        earlier: Other calls of it.
-
-    Raises:
-        TraceError: The model would give other results from the second call on.
-    """
-    names = {name for _, name in traced.module.reads}
-    call, state = traced.module.call, [*named_state(model).values()]
-    for other in (traced, *earlier):
-        carried = [name for name in other.module.sets if name.rpartition(".")[2] in names]
-        before = other.module.call
-        devices = {tensor.device for tensor in (*state, *call.tensors, *before.tensors)}
-        if not carried or len(devices) > 1 or torch.device("meta") in devices:
-            continue
-        try:
-            rows = _run_in_turn(model, [before, call])
-            first = rows[0] if other is traced else _run_in_turn(model, [call])[0]
-            differs = not _are_equal(first, rows[1])
-            differs = differs and _are_equal(first, _run_in_turn(model, [call])[0])
-        except Exception:  # whatever the model's code raises after a call that may never come
-            continue
-        if differs:
-            raise TraceError(
-                f"forward of this {type(model).__name__} reads {', '.join(carried[:4])}, which an "
-                "earlier call sets: it would give other results in a second call, and a split "
-                "model would not. Let what goes on from call to call be an argument, or a buffer "
-                "that forward writes into (`self.state.copy_(new)`)."
-            )
-
-
-def _run_in_turn(model: nn.Module, calls: Sequence[Call]) -> list[tuple[torch.Tensor, ...]]:
-    """What forward gives of calls one after the other, of which nothing stays."""
-    made = []
-    with quiet(), unchanged(model), notes_kept(model), without_observers(model), torch.no_grad():
-        for each in calls:
-            with draws_kept(model):  # what Python draws is the same in each
-                made.append(run_on_copies(model, each))
-    return made
-
-
-def _are_equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """True if tensors are equal in every bit."""
-    return len(ones) == len(others) and all(
-        (one.shape, one.dtype) == (other.shape, other.dtype)
-        and torch.equal(_bytes(one), _bytes(other))
-        for one, other in zip(ones, others, strict=True)
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 @no_collections()
