@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -86,6 +87,74 @@ def assert_equal_at_random(model: nn.Module, args: tuple[Tensor, ...]) -> None:
 def test_a_part_of_a_gradient_gives_the_unsplit_model_s_bits(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert_equal_at_random(kind(), (torch.randn(2, 4, 16, 16),))
+
+
+class Looking(nn.Module):
+    """Sends two gradients to what it reads, and looks at values: it stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) * self.two(x)
+        return y if y.sum().item() < 1e9 else y * 2
+
+
+class Results(NamedTuple):
+    """One tensor under two names."""
+
+    first: Tensor
+    last: Tensor
+
+
+class Twice(nn.Module):
+    """Gives one tensor twice, and looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Results:
+        y = self.linear(x)
+        y = y if y.sum().item() < 1e9 else y * 2
+        return Results(y, y)
+
+
+# What gives back the tensor that it is given.
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda x: x.float(),
+    "to": lambda x: x.to(torch.float32),
+    "contiguous": lambda x: x.contiguous(),
+    "function": lambda x: functional.dropout(x, 0.0),
+    "layer": nn.Dropout(0.0),
+}
+
+
+class Named(nn.Module):
+    """A tensor has two names, and one of its readers sends it several gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.twice = nn.Linear(16, 16), Twice()
+        self.looking, self.last = Looking(), nn.Linear(16, 16)
+        self.same = SAME[kind] if kind in SAME else nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = self.first(x).tanh()
+        if self.kind == "results":
+            value, other = self.twice(value)
+        else:
+            other = self.same(value)
+        read = self.looking(other)
+        return read + self.last(value), other
+
+
+@pytest.mark.parametrize("kind", [*SAME, "results"])
+def test_a_tensor_of_two_names_has_one_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    assert_equal_at_random(Named(kind), (torch.randn(64, 16),))
 
 
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -820,9 +820,9 @@ def test_a_model_with_a_shared_module_may_ask_for_truth_values() -> None:
 class LayerDrop(nn.Module):
     """Leaves out layers at random, as the encoders of transformers do."""
 
-    def __init__(self, probability: float) -> None:
+    def __init__(self, probability: float, *, checks: bool = True) -> None:
         super().__init__()
-        self.probability = probability
+        self.probability, self.checks = probability, checks
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -832,7 +832,7 @@ class LayerDrop(nn.Module):
             if self.training and torch.rand([]) < self.probability:
                 continue
             x = layer(x)
-        return x + 1 if torch.lt(input=x.sum(), other=1e9) else x
+        return x + 1 if self.checks and torch.lt(input=x.sum(), other=1e9) else x
 
 
 def test_a_branch_that_no_draw_changes_is_in_the_trace() -> None:
@@ -842,6 +842,24 @@ def test_a_branch_that_no_draw_changes_is_in_the_trace() -> None:
         assert placed.traced.rung == RUNG
         assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
     assert baechi.trace(LayerDrop(1.0), (x,)).rung == RUNG  # all are left out
+
+
+@pytest.mark.parametrize("probability", [0, 0.0])
+def test_a_branch_that_no_draw_changes_needs_no_check(probability: float) -> None:
+    model, x = seeded(partial(LayerDrop, probability, checks=False)), torch.randn(3, 4)
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert placed.traced.rung == "torch.export (non-strict)"
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
+        wanted, found = (after_a_call(each, x) for each in (model, placed))
+    assert torch.equal(wanted, found)
+
+
+def after_a_call(model: nn.Module, x: Tensor) -> Tensor:
+    """What is drawn next."""
+    torch.manual_seed(3)
+    model(x)
+    return torch.rand(4)
 
 
 def test_a_branch_taken_at_random_is_refused_by_name() -> None:

@@ -1,11 +1,11 @@
 """Submodules that no tracer takes, in models that `torch.export` alone can trace."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from placed import again_at_random, lazily, one_thread, step
+from placed import again_at_random, at_random, lazily, one_thread, step
 from torch import Tensor, nn
 
 import baechi
@@ -188,3 +188,42 @@ def test_results_of_other_sizes_than_in_the_trace_are_an_error() -> None:
         with pytest.raises(ExecutionError, match=r"part/sizes.*sizes mismatch"):
             placed(-x * 2 + 1)
     placed.unplace()
+
+
+class Named(NamedTuple):
+    """What a submodule may give."""
+
+    made: Tensor
+    rest: dict[str, list[Tensor]]
+
+
+class Naming(nn.Module):
+    """A layer of experts whose results have names, in a model that fx does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.experts = nn.Linear(8, 8), WithNames()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x[:, :1] = 0
+        found = self.experts(x)
+        made: Tensor = found.made + found[1]["weights"][0].sum()
+        return made
+
+
+class WithNames(Experts):
+    """Experts whose results have names."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        made, weights, _ = super().forward(x)
+        return Named(made, {"weights": [weights]})
+
+
+def test_the_results_of_what_stays_whole_may_have_names() -> None:
+    model, x = Naming(), torch.randn(6, 8)
+    with one_thread():
+        placed = at_random(copy.deepcopy(model), (x,))
+        assert placed.traced.rung == WHOLE
+        assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))

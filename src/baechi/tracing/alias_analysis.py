@@ -8,6 +8,9 @@ Only when fake tensors cannot run it (an opaque leaf that looks at values) the e
 A node that does what an earlier one did is not run again: its facts are those, with storages of its
 own. So of equal layers the first is run; unless a write may change what was noted of a value.
 
+Nodes that yield one and the same tensor become one, since autograd adds up the gradients of all its
+readers: `x.float()` that is `x`, or `result[0]` and `result.last_hidden_state`.
+
 Complexity: 100 us for every different node and 20 us for every other.
 """
 
@@ -47,6 +50,7 @@ from baechi.tracing.fx_nodes import (
     schema_arguments,
     silently_written,
 )
+from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts, NodeFacts, Storage, Value
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, tensors_in
@@ -258,6 +262,7 @@ class _Recorder(fx.Interpreter):
             with torch.enable_grad(), hooks:
                 self.run(*stand_ins, enable_io_processing=False)
                 self._note_gradients_written()
+                self._merge_same()
         finally:  # autograd holds the hook and so this; what this held no collector would find
             self.env.clear()
             self._alive.clear()
@@ -275,6 +280,26 @@ class _Recorder(fx.Interpreter):
                     for value, tensor in zip(facts.values, parts.tensors, strict=True)
                 )
                 self._facts.nodes[node] = replace(facts, values=values)
+
+    def _merge_same(self) -> None:
+        """Let the first of the nodes that yield one and the same tensor stand for the others."""
+        first: dict[int, fx.Node] = {}
+        for node, facts in list(self._facts.nodes.items()):
+            value = self.env.get(node)
+            written = any(row.storage in self._facts.written for row in facts.values)
+            if written or not isinstance(value, torch.Tensor):
+                continue
+            known = first.setdefault(id(value), node)
+            if known is not node and not facts.acts and self._is_torchs(node):
+                node.replace_all_uses_with(known)
+                node.graph.erase_node(node)
+                del self._facts.nodes[node]
+
+    def _is_torchs(self, node: fx.Node) -> bool:
+        """True if a node calls what is torch's own, which does the same in every call."""
+        if node.op == "call_module":
+            return is_torchs(self.fetch_attr(str(node.target)))
+        return node.op in ("call_function", "call_method")
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Note what autograd keeps; an operator saves its result before it yields it.

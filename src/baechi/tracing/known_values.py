@@ -23,6 +23,7 @@ from baechi.torch_support.tracer_internals import (
     OpOverloadPacket,
     untraced,
 )
+from baechi.tracing.drawn_fractions import DrawnFractions
 from baechi.tracing.model_code import whole_number
 from baechi.tracing.questions import Questions
 
@@ -88,6 +89,7 @@ class KnownValues(FunctionMode):
         # Of each tensor its version, its value, and the node that makes it if it is no constant.
         self._known: Any = WeakTensorKeyDictionary()
         self._compared: Any = WeakTensorKeyDictionary()  # floats that are known to compare alone
+        self._fractions = DrawnFractions()
         self._buffers: list[tuple[torch.Tensor, int, fx.Node]] = []
         self.answered = False
         self.questions = Questions()
@@ -150,7 +152,7 @@ class KnownValues(FunctionMode):
             args = self._with_rows(args)
         known = self._known_arguments(func, args, kwargs)
         if known is None:
-            return func(*args, **kwargs)
+            return self._drawn(func, args, func(*args, **kwargs))
         if self._may_tell(func, args):
             self.answered = True
             answer, node = self._computed(func, *known)
@@ -194,6 +196,15 @@ class KnownValues(FunctionMode):
                     self._known[row] = (version_of(row), value, part)
                     if compared and row.is_floating_point():
                         self._compared[row] = True
+
+    def _drawn(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Any:
+        """A result of what is not known; with its value, if all numbers that may be drawn agree."""
+        answers = self._fractions.answers(func, args, result)
+        if len(answers) == 1 and self._is_knowable(result):
+            with untraced():
+                value = torch.full(tuple(map(hint, result.shape)), *answers)
+            self._known[result] = (version_of(result), value, None)
+        return result
 
     def _base(self, args: tuple[Any, ...]) -> Any:
         """What is known of the tensor of which a known first argument is a view."""

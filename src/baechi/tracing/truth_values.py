@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.tracer_internals import FunctionMode
+from baechi.tracing.drawn_fractions import DrawnFractions
 from baechi.tracing.model_code import OURS, package_of
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check
@@ -27,9 +28,6 @@ _FINITE: Final = (
     *(torch.isfinite, torch.isinf, torch.isnan),
     *(torch.Tensor.isfinite, torch.Tensor.isinf, torch.Tensor.isnan),
 )
-_COMPARISONS: Final = ("lt", "le", "gt", "ge")
-# What `torch.rand` draws at least, and at most in doubles.
-_EXTREMES: Final = (0.0, 1 - 2**-53)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -80,8 +78,8 @@ class TruthValues(FunctionMode):
             None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
         )
         self._checks = WeakTensorKeyDictionary()
-        # What `torch.rand` draws: False. Comparisons of it that may be true or false: True.
-        self._drawn: Any = WeakTensorKeyDictionary()
+        self._fractions = DrawnFractions()
+        self._at_random = WeakTensorKeyDictionary()  # comparisons of what is drawn
         self.are_checks = True
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,10 +91,10 @@ class TruthValues(FunctionMode):
             result = func(*args, **kwargs)
             if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
                 self._checks[result] = True
-            if self._rest is None:
-                self._note_drawn(func, args, kwargs, result)
+            if self._rest is None and len(self._fractions.answers(func, args, result)) > 1:
+                self._at_random[result] = True
             return result
-        if self._drawn.get(args[0]):
+        if args[0] in self._at_random:
             raise RuntimeError(
                 "forward takes a branch at random, as LayerDrop does, and a split model would "
                 "always take the same; set that probability to 0 (layerdrop=0)"
@@ -107,19 +105,6 @@ class TruthValues(FunctionMode):
         found = TruthValue(args[0].shape, answer, args[0] in self._checks)
         self.recorded[_asker()].append(found)
         return answer
-
-    def _note_drawn(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Note what `torch.rand` draws, and comparisons of it that may be true or false."""
-        if func is torch.rand:
-            self._drawn[result] = False
-            return
-        compares = getattr(func, "__name__", "") in _COMPARISONS and len(args) == 2 and not kwargs
-        if compares and self._drawn.get(args[0]) is False:
-            extremes = (torch.full_like(args[0], each, dtype=torch.float64) for each in _EXTREMES)
-            low, high = (func(extreme, *args[1:]) for extreme in extremes)
-            self._drawn[result] = not torch.equal(low, high)
 
     def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
         """The asker's next truth value, with its check in the trace."""

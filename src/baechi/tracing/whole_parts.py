@@ -123,7 +123,7 @@ class WholeParts:
         node = mode.tracer.create_proxy(
             "call_function", held_function, arguments, named, name="whole"
         )
-        track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
+        track_tensor_tree(_plain(result), node, constant=None, tracer=mode.tracer)
         return result
 
     def restore(self, module: fx.GraphModule) -> None:
@@ -217,6 +217,16 @@ def _parts_of(node: fx.Node) -> list[fx.Node]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _plain(result: Any) -> Any:
+    """A result with tuples for named tuples, which `track_tensor_tree` cannot make (torch 2.14)."""
+    if isinstance(result, dict):
+        return {key: _plain(value) for key, value in result.items()}
+    if isinstance(result, list | tuple):
+        rows = map(_plain, result)
+        return list(rows) if isinstance(result, list) else tuple(rows)
+    return result
 
 
 def _form(value: Any) -> Any:
