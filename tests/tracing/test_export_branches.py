@@ -298,6 +298,50 @@ def test_what_is_padding_of_floats_is_told_by_what_they_equal() -> None:
     placed.unplace()
 
 
+class Placeholders(nn.Module):
+    """Puts rows of an image in the place of some tokens, as vision-language models do."""
+
+    def __init__(self, told: bool) -> None:
+        super().__init__()
+        self.told = told
+        self.words, self.image, self.last = nn.Embedding(9, 6), nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        x, rows = self.words(tokens), self.image(image)
+        mask = (tokens == 8).unsqueeze(-1).expand_as(x).to(x.device)
+        if x[mask].numel() != rows.numel():
+            raise ValueError("there are other rows than places for them")
+        x = x.masked_scatter(mask, rows.to(x.dtype))
+        if self.told:  # the places themselves, and what is there
+            x = torch.cat([x[torch.where(tokens == 8)], x[(tokens == 8).nonzero(as_tuple=True)]])
+            x = x + tokens[tokens == 8].sum().item()
+        found: Tensor = self.last(x.tanh())
+        return found
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_a_mask_of_tokens_chooses_is_counted(told: bool) -> None:
+    torch.manual_seed(0)
+    model = Placeholders(told)
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=True, placer=baechi.RandomPlacer(0))
+    plans = []
+    for places in ([(0, 1), (1, 2)], [(0, 0), (0, 3)], [(1, 1), (1, 3)], [(0, 1)], [(1, 2)]):
+        tokens, image = torch.randint(8, (2, 4)), torch.randn(len(places), 4)
+        for place in places:
+            tokens[place] = 8
+        results = [each(tokens, image) for each in (placed, unsplit)]
+        assert torch.equal(*results)
+        for result in results:
+            result.square().sum().backward()
+        plans.append(len(placed._specializations))
+    assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, unsplit))))
+    assert plans == [1, 1, 1, 2, 2]
+    rung = "torch.export (non-strict), numbers of the arguments and what they choose"
+    assert placed.traced.rung == rung
+    placed.unplace()
+
+
 class Strided(nn.Module):
     """Pads as audio codecs do, by numbers in buffers, and sums a part of a length."""
 

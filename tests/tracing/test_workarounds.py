@@ -101,7 +101,8 @@ def steps(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("function", some([custom, hooked, without_gradients, own_gradient], 2))
 def test_fx_loses_nothing_either(function: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Untraceable(), nn.Tanh(), nn.Linear(4, 4), Between(function))
+    most = [nn.Linear(4, 64), nn.Linear(64, 4)]  # of the parameters
+    model = nn.Sequential(Untraceable(), nn.Tanh(), *most, Between(function))
     unsplit = copy.deepcopy(model)
     traced = baechi.trace(model, (X,))
     assert traced.rung == "module granularity, opaque leaves"

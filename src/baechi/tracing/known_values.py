@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -45,6 +46,11 @@ _NUMBERS: Final = frozenset(
 _SIZED: Final = frozenset(
     ("view", "reshape", "expand", "split", "narrow", "zeros", "ones", "full", "pad")
 )
+_SIZED_AS: Final[dict[Any, Callable[..., Any]]] = {
+    torch.Tensor.expand_as: torch.Tensor.expand,
+    torch.Tensor.view_as: torch.Tensor.view,
+    torch.Tensor.reshape_as: torch.Tensor.reshape,
+}
 _INDEXED: Final = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
@@ -146,13 +152,14 @@ class KnownValues(FunctionMode):
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
+        if func in _SIZED_AS and len(args) == 2 and self._row(args[0]) is not None:
+            func, args = _SIZED_AS[func], (args[0], args[1].shape)  # of the other its sizes alone
         if self._numbers:
             args = self._with_numbers(func, args)
-        if self._choices and func in _INDEXED:
-            args = self._with_rows(args)
         known = self._known_arguments(func, args, kwargs)
+        make = (self._counted(func, args, kwargs) if self._choices else None) or func
         if known is None:
-            return self._drawn(func, args, func(*args, **kwargs))
+            return self._drawn(func, args, make(*args, **kwargs))
         if self._may_tell(func, args):
             self.answered = True
             answer, node = self._computed(func, *known)
@@ -160,7 +167,7 @@ class KnownValues(FunctionMode):
                 self.questions.ask(node, answer)
             return answer
         base = self._base(args)
-        result = func(*args, **kwargs)
+        result = make(*args, **kwargs)
         if func is torch.Tensor.__setitem__:
             result, func = args[0], _with_item
         if self._numbers and not kwargs and getattr(func, "__name__", "") in ("div", "true_divide"):
@@ -240,19 +247,37 @@ class KnownValues(FunctionMode):
         own = bool(args) and isinstance(args[0], torch.Tensor)
         return (*args[:own], *(fx.node.map_aggregate(arg, number) for arg in args[own:]))
 
-    def _with_rows(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with the places of the rows that a known mask chooses, for the mask.
+    def _counted(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """A function that takes what a known mask chooses, of which the number alone is a question.
 
-        How many there are is then no number of a tensor.
+        None in the place of any other function.
         """
-        tensor, mask, *values = args
-        is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool
-        if not is_mask or not 0 < mask.dim() < tensor.dim() or self._row(mask) is None:
-            return args  # of elements there are too many
-        places = self.run(torch.nonzero, (mask,), {})
-        if self._row(places) is None:
-            return args
-        return (tensor, self.run(torch.unbind, (places, 1), {}), *values)
+        if func in _INDEXED:
+            tensor, mask, *_ = args
+            is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim()
+            sized = func is torch.Tensor.__getitem__ or (is_mask and mask.dim() < tensor.dim())
+            n = self._count(mask) if is_mask and sized else None
+            return None if n is None else partial(_chosen, func, n)
+        name, single = getattr(func, "__name__", ""), len(args) == 1
+        if single and (name == "nonzero" or (name == "where" and not kwargs)):
+            options = {"as_tuple": name == "where", **kwargs}
+            n = self._count(args[0]) if options.keys() == {"as_tuple"} else None
+            return None if n is None else lambda mask, **_: _places(n, mask, **options)
+        return None
+
+    def _count(self, mask: torch.Tensor) -> int | None:
+        """How many elements of a known mask are true; None if it is not known."""
+        row = self._row(mask)
+        if row is None:
+            return None
+        times: Any = 1
+        while mask.dim() and row[1].stride(-1) == 0:  # all of a last dimension are alike
+            times, mask = times * mask.shape[-1], self.run(torch.Tensor.select, (mask, -1, 0), {})
+            row = self._row(mask)
+        number = self.run(torch.count_nonzero, (mask,), {})
+        return times * self.run(torch.Tensor.item, (number,), {})  # type: ignore[no-any-return]
 
     def _told(self, made: torch.Tensor, value: torch.Tensor, node: fx.Node | None) -> torch.Tensor:
         """What was made of known values that decide its sizes: their result, if it may be told."""
@@ -324,7 +349,10 @@ class KnownValues(FunctionMode):
         """True if a tensor has values that every device has, where its function does not round."""
         if not isinstance(result, torch.Tensor) or result.is_complex():
             return False
-        return _is_sized(result) and math.prod(map(hint, result.shape)) <= self._most
+        if not _is_sized(result) or result.layout is not torch.strided:
+            return False
+        rows = zip(result.shape, result.stride(), strict=True)
+        return bool(math.prod(hint(size) for size, stride in rows if stride != 0) <= self._most)
 
     def _is_knowable(self, result: Any) -> bool:
         return self._is_exact(result) and not result.is_floating_point()
@@ -368,6 +396,17 @@ def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, str):
         return leaf in _WORDS
     return type(leaf) in plain or isinstance(leaf, torch.memory_format)
+
+
+def _places(n: int, mask: torch.Tensor, as_tuple: bool = True) -> Any:
+    """The places of the n elements of a mask that are true."""
+    places = torch.nonzero_static(mask, size=n)
+    return places.unbind(1) if as_tuple else places
+
+
+def _chosen(func: Callable[..., Any], n: int, tensor: torch.Tensor, mask: Any, *values: Any) -> Any:
+    """What a function does at the places of the n elements of a mask that are true."""
+    return func(tensor, _places(n, mask), *values)
 
 
 def _rows(result: Any) -> list[Any]:

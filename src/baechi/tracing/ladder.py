@@ -129,8 +129,9 @@ def _climb(
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             traced = Traced(name, ops, tensors, taken, model.training, module)
             # Of any part, where truth values may be what is in the way.
-            stays = unsplit_part(traced, 0.0 if asked and WHOLE not in rung else 0.5)
-            if not stays or (whole is not None and WHOLE not in rung):
+            stays = unsplit_part(traced, 0.0 if asked and WHOLE not in rung else _LARGE)
+            parts_more = whole is not None and len(traced.ops) > len(whole.ops)
+            if not stays or parts_more or (whole is not None and WHOLE not in rung):
                 return traced
             whole = whole or traced
             attempts.append(Attempt(rung, stays))
@@ -164,7 +165,7 @@ def _takes_no_more(rung: str, places: frozenset[Place], whole: Traced | None, as
     """True if a rung would part nothing that those before it did not."""
     if TRUTHS in rung:  # a run on real tensors would say nothing new
         return bool(places or whole) and not asked
-    small = whole is not None and not unsplit_part(whole)
+    small = whole is not None and not unsplit_part(whole, _LARGE)
     return WHOLE in rung and bool(places or small)
 
 
@@ -188,6 +189,8 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
         ) from error
 
 
+# Of a model's parameters: a part with more does not stay whole if a later rung can part it.
+_LARGE: Final = 0.25
 _READS_NOTES: Final = (
     "A forward hook that returns nothing does not run while the model is traced, so forward finds "
     f"nothing that it keeps. {RETURN_IT}\n"

@@ -5,13 +5,13 @@
     module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
                                  submodule that cannot be traced
     torch.export, numbers        those that forward reads from integers among arguments, buffers;
-                                 tried before a submodule stays whole with most of the parameters
+                                 tried before a submodule stays whole with many of the parameters
     the same, and what they      where forward goes on to read numbers of what a mask of arguments
     choose                       chose
     torch.export, truth values   those of the example's tensors, each with a check; in the place of
                                  a part that stays whole if all say that numbers are finite
     torch.export, opaque         where fx cannot trace what is around submodules that stay whole, or
-      submodules                 leaves most of the parameters in one (`whole_parts`)
+      submodules                 leaves many of the parameters in one (`whole_parts`)
 
 Each rung traces the same flat function (`calling_convention.flat_model`).
 """
