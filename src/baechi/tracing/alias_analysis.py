@@ -26,6 +26,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
@@ -90,10 +91,12 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     given = [node.meta["val"] for node in placeholders]
     symbols = Symbols(given)
     chosen = [node for node in module.graph.nodes if chosen_by_values(node)]
-    example = None if all(map(may_take_most, chosen)) else _run(module, inputs)
+    all_of_them = all(map(may_take_most, chosen))
+    whole = module.graph.find_nodes(op="call_module")
+    example = None if all_of_them and not whole else _run(module, inputs)
     with (
         symbols.recording() as environment,
-        most_selected() if example is None else nullcontext(),
+        most_selected() if all_of_them else nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment) as mode,
     ):
         stand_ins = {
@@ -105,9 +108,10 @@ def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
             found = stand_ins.get(id(tensor))
             return mode.from_tensor(tensor, static_shapes=True) if found is None else found
 
-        facts = _Recorder(module, stand_in, _keeps_forms(module)).record(inputs)
-    if example is not None:
+        facts = _Recorder(module, stand_in, _keeps_forms(module), example).record(inputs)
+    if example is not None and not all_of_them:
         _expect(chosen, facts, example, symbols)
+    facts.real = bool(whole)
     # Each has a storage of its own in the facts, which is as good where they are only read.
     tensors = {id(t): (t, node) for t, node in zip(inputs, placeholders, strict=True)}.values()
     memory = Counter(t.untyped_storage().data_ptr() for t, _ in tensors if t.numel())
@@ -145,6 +149,13 @@ def _of_sizes(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         value.shape, value.stride(), dtype=tensor.dtype, device=tensor.device
     ).requires_grad_(tensor.requires_grad)
     return made if tensor.is_leaf else made.clone()
+
+
+def _of_form(value: Any) -> Any:
+    """A fake tensor of a value's form, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
@@ -233,6 +244,7 @@ class _Recorder(fx.Interpreter):
         stand_in: Gives for a tensor the one to run on, always the same.
         once: Whether of nodes that do the same one is run: on fake tensors alone, and where what is
             noted of a value stays so.
+        example: What submodules that stay whole did in a run of the example; else they are run.
     """
 
     def __init__(
@@ -240,6 +252,7 @@ class _Recorder(fx.Interpreter):
         module: fx.GraphModule,
         stand_in: Callable[[torch.Tensor], torch.Tensor],
         once: bool = False,
+        example: Facts | None = None,
     ) -> None:
         # Values must live to the end: a storage's address is its name while it lives.
         super().__init__(module, garbage_collect_values=False)
@@ -248,6 +261,7 @@ class _Recorder(fx.Interpreter):
         self._storage_of: dict[int, int] = {}
         self._alive: dict[int, torch.Tensor] = {}  # by storage
         self._once = once
+        self._example = example
         self._may_view = may_be_views(module.graph)
         self._forms: dict[fx.Node, _Form] = {}
         self._ran: dict[Any, tuple[fx.Node, range]] = {}  # by what it does; the storages it made
@@ -329,6 +343,8 @@ class _Recorder(fx.Interpreter):
         key = self._key(n)
         if key in self._ran:
             return self._repeat(n, *self._ran[key])
+        if self._example is not None and n.op == "call_module":
+            return self._as_before(n, self._example)
         for argument in self._unmade.intersection(n.all_input_nodes):
             self.env[argument] = self._made(argument)
         self._saved, self._current, known = [], n, len(self._facts.storages)
@@ -374,6 +390,44 @@ class _Recorder(fx.Interpreter):
             reached = {*(value.storage for value in values), *saved}.difference(made)
             if key is not None and not written and reached <= set(self._read(n)):
                 self._ran[key] = n, made
+        return result
+
+    def _as_before(self, n: fx.Node, example: Facts) -> Any:
+        """Note of a submodule what it did in the example, with results of the sizes of now.
+
+        What it keeps inside grows with what it reads.
+
+        Raises:
+            ValueError: It gives what it was given, or the like.
+        """
+        self._take_state(str(n.target))
+        known, before, storages = example.nodes[n], example.storages, self._facts.storages
+        if any(before[value.storage].node is not n for value in known.values):
+            raise ValueError(f"{n.target} gives a part of what it reads")
+        result = pytree.tree_map(_of_form, n.meta["val"])
+        made = tensors_in(result)
+        for tensor, value in zip(made, known.values, strict=True):
+            tensor.requires_grad_(value.requires_grad)
+        values = tuple(self._value(tensor, n) for tensor in made)
+        read = [value for source in n.all_input_nodes for value in self._facts.nodes[source].values]
+        was = [value for source in n.all_input_nodes for value in example.nodes[source].values]
+        now, then = (sum(math.prod(value.shape) for value in rows) for rows in (read, was))
+        own = {old.storage: new.storage for old, new in zip(known.values, values, strict=True)}
+        for old, new in zip(was, read, strict=True):
+            own[old.storage] = new.storage
+        named = {row.attribute: index for index, row in enumerate(storages)}
+        for index in {*known.saved, *known.writes} - own.keys():
+            if before[index].node is n:
+                own[index] = len(storages)
+                storages.append(Storage((before[index].nbytes * now + then - 1) // then, n))
+            else:
+                own[index] = named[before[index].attribute]
+        self._facts.nodes[n] = replace(
+            known,
+            values=values,
+            writes=frozenset(map(own.__getitem__, known.writes)),
+            saved=tuple(map(own.__getitem__, known.saved)),
+        )
         return result
 
     def _held_by(self, results: Sequence[torch.Tensor]) -> list[int]:
@@ -471,6 +525,8 @@ class _Recorder(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)
+        if name.startswith(SIZES) and self._example is not None:
+            return None  # its fake kernel takes no symbols (2.13), and the sizes are those of before
         if name.startswith("aten.upsample_") and name.endswith(".vec"):
             arguments = schema_arguments(target, args, kwargs)
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
@@ -495,12 +551,15 @@ class _Recorder(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque leaf on stand-ins for its parameters."""
-        leaf = self.fetch_attr(target)
-        state = named_state(leaf)
+        return called_with(self.fetch_attr(target), self._take_state(target), args, kwargs)
+
+    def _take_state(self, target: str) -> dict[str, torch.Tensor]:
+        """Stand-ins for the parameters and buffers of an opaque leaf, noted."""
+        state = named_state(self.fetch_attr(target))
         stand_ins = {name: self._stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
-        return called_with(leaf, stand_ins, args, kwargs)
+        return stand_ins
 
     def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
         """The tensors that a node writes without raising a version counter."""

@@ -204,7 +204,8 @@ def _changed(
         )
         around = None if fact.structure is None else structure(fact.structure)
         nodes[node] = replace(fact, values=values, structure=around)
-    return Facts(nodes, [replace(row, nbytes=size(row.nbytes)) for row in facts.storages])
+    storages = [replace(row, nbytes=size(row.nbytes)) for row in facts.storages]
+    return Facts(nodes, storages, facts.real)
 
 
 @final

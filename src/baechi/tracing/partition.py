@@ -140,8 +140,10 @@ class Partition:
                 last = self._last_maker(node)
                 self._union.union([position, last if last >= 0 else position])
                 continue
-            # A view is of its base, whichever operator knows the sizes that it is given.
-            read = [n for n in node.all_input_nodes if not (values and self._is_size(n))]
+            # A view is of its base, whichever operator knows the sizes that it is given, and a check
+            # of its tensor.
+            sized = bool(values) or self._facts.nodes[node].checks
+            read = [n for n in node.all_input_nodes if not (sized and self._is_size(n))]
             inputs = [self.position[argument] for argument in read]
             roots = {self._union.find(p) for p in inputs}
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}

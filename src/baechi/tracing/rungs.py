@@ -18,7 +18,7 @@ Each rung traces the same flat function (`calling_convention.flat_model`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
@@ -33,7 +33,7 @@ from baechi.tracing.alias_analysis import copy_of, named_state
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
-from baechi.tracing.families import Place, dynamic_shapes
+from baechi.tracing.families import Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import without_effectless, without_layouts, without_whole_slices
 from baechi.tracing.fx_tracer import symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
@@ -166,23 +166,43 @@ def _truth_values(
     return _non_strict(mode, branches, model, call, values.recorded, **options)
 
 
-def _parts_whole(mode: GradientMode, of_part: bool, model: nn.Module, call: Call) -> Capture:
+def _parts_whole(
+    mode: GradientMode, places: frozenset[Place], of_part: bool, model: nn.Module, call: Call
+) -> Capture:
     """Trace with ever more submodules whole: the innermost that fails each time."""
 
-    def run() -> None:
+    def run(call: Call) -> None:
         with unchanged(model), without_observers(model):
             run_on_copies(model, call)
 
-    whole = WholeParts(model, run)
+    calls = [call, _at_other_sizes(call, places)] if places else [call]
+    whole = WholeParts(model, *(partial(run, each) for each in calls))
+    options: dict[str, Any] = {"places": places, "of_part": of_part, "whole": whole}
     while True:
         try:
-            branches = EagerBranches()
-            return _non_strict(mode, branches, model, call, of_part=of_part, whole=whole)
+            return _non_strict(mode, EagerBranches(), model, call, **options)
         except TraceError:
             raise
         except Exception as error:
             if not whole.give_way(error):
                 raise
+
+
+def _at_other_sizes(call: Call, places: frozenset[Place]) -> Call:
+    """A call whose sizes at some places are larger by one, filled with what it holds.
+
+    It carries the numbers that are symbols.
+    """
+    first = len(call.tensors) - len(numbers_among(places))
+    tensors = []
+    for index, tensor in enumerate(call.tensors):
+        grown = tensor.detach()
+        for dim in range(tensor.dim()):
+            if (index, dim) in places or (index >= first and dim == 0):
+                rows = torch.arange(tensor.shape[dim] + 1, device=tensor.device)
+                grown = grown.index_select(dim, rows % tensor.shape[dim])
+        tensors.append(grown.requires_grad_(tensor.requires_grad))
+    return replace(call, tensors=tuple(tensors))
 
 
 def run_on_copies(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
@@ -230,5 +250,4 @@ def rungs(
     yield name, values
     while branches.give_way():
         yield f"{name}{branches}", values
-    if not places:
-        yield f"torch.export (non-strict), {WHOLE}", partial(_parts_whole, mode, of_part)
+    yield f"torch.export (non-strict), {WHOLE}", partial(_parts_whole, mode, places, of_part)

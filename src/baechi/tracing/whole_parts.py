@@ -4,16 +4,21 @@ A layer of experts loops over those that are hit, which the values of tensors de
 the model can be traced where something says what such a submodule returns: a run of the example
 does. The trace gets a node that calls the submodule, and a check that in other calls its results
 have the sizes that they had then, since forward may have read them.
+
+Where sizes are symbols, a second run of other sizes says how those of the results follow from those
+of what the submodule reads: a size of a result is a constant, one that is read, the product of two,
+or a multiple of one.
 """
 
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from itertools import combinations
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 from unittest.mock import patch
 
 import torch
@@ -32,6 +37,7 @@ from baechi.tracing.side_effects import refuse_hidden_parameters
 
 SIZES: Final = "aten._assert_tensor_metadata."  # prefix of the operators that check sizes
 _OURS: Final = "submodule:"  # begins the name of what a node stands for
+_CHECKED: Final = "sizes"  # of a node that stands for a check of sizes
 
 
 @final
@@ -39,10 +45,18 @@ _OURS: Final = "submodule:"  # begins the name of what a node stands for
 class _Form:
     """What is known of a tensor that is a result, before it is there."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
     dtype: torch.dtype
     graded: bool
+
+
+@final
+class _Seen(NamedTuple):
+    """A call of a submodule: the sizes of the tensors that it reads, and its result's forms."""
+
+    sizes: tuple[int, ...]
+    result: Any
 
 
 @final
@@ -51,13 +65,13 @@ class WholeParts:
 
     Args:
         model: The model.
-        run: Runs the example for real.
+        runs: Run the example for real; the second one at other sizes, where these are symbols.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:
-        self._model, self._run = model, run
+    def __init__(self, model: nn.Module, *runs: Callable[[], None]) -> None:
+        self._model, self._runs = model, runs
         self._parts: dict[str, nn.Module] = {}
-        self._forms: dict[str, list[Any]] = {}  # of the results of each call, in order
+        self._seen: list[dict[str, list[_Seen]]] = []  # in each run, the calls in order
         self._calls: Counter[str] = Counter()
         self._set: set[tuple[int, str]] = set()  # by them: ids of modules' dicts, and names
 
@@ -83,15 +97,18 @@ class WholeParts:
 
     def _see_results(self) -> None:
         """Run the example, and note the results of the submodules."""
-        self._forms = {name: [] for name in self._parts}
-        with self._replaced(self._see):
-            self._run()
+        self._seen.clear()
+        for run in self._runs:
+            self._seen.append({name: [] for name in self._parts})
+            with self._replaced(self._see):
+                run()
 
     def _see(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        sizes = tuple(_sizes((args, kwargs)))
         with sets_noted() as found:
             result = plain_call(self._parts[name])(*args, **kwargs)
         self._set |= found
-        self._forms[name].append(pytree.tree_map(_form, result))
+        self._seen[-1][name].append(_Seen(sizes, pytree.tree_map(_form, result)))
         return result
 
     @contextmanager
@@ -111,11 +128,12 @@ class WholeParts:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = next((a for a in pytree.tree_leaves((args, kwargs)) if _is_tensor(a)), None)
-        mode, calls = export_mode(), self._forms.get(name, [])
-        if mode is None or given is None or self._calls[name] >= len(calls):
+        mode, calls = export_mode(), [seen.get(name, []) for seen in self._seen]
+        number = self._calls[name]
+        if mode is None or given is None or any(number >= len(row) for row in calls):
             raise RuntimeError(f"{name} cannot stay whole: the example has no call like this one")
-        forms = calls[self._calls[name]]
         self._calls[name] += 1
+        forms = _combined(name, [row[number] for row in calls], _sizes((args, kwargs)))
         with below_export(), torch.enable_grad():
             result = pytree.tree_map(partial(_made, given), forms)
         arguments, named = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
@@ -124,6 +142,9 @@ class WholeParts:
             "call_function", held_function, arguments, named, name="whole"
         )
         track_tensor_tree(_plain(result), node, constant=None, tracer=mode.tracer)
+        for made in filter(_is_tensor, pytree.tree_leaves(result)):
+            told = pytree.tree_map(mode.tracer.unwrap_proxy, (_CHECKED, made, list(made.shape)))
+            mode.tracer.create_proxy("call_function", held_function, told, {}, name="sizes")
         return result
 
     def restore(self, module: fx.GraphModule) -> None:
@@ -131,6 +152,8 @@ class WholeParts:
         for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
             for node in part.graph.find_nodes(op="call_function", target=held_function):
                 name = str(node.args[0])
+                if name == _CHECKED:
+                    node.target, node.args = _awaited, node.args[1:]
                 if not name.startswith(_OURS):
                     continue
                 name = name.removeprefix(_OURS)
@@ -193,26 +216,82 @@ def untold(
         yield
 
 
+def _awaited(value: torch.Tensor, sizes: Sequence[int]) -> None:
+    """A check of sizes that is no operator of torch yet, which would be dropped."""
+
+
 def check_sizes(module: fx.GraphModule) -> None:
-    """Let each call of a submodule that stays whole check the sizes of what it gives."""
-    target = torch.ops.aten._assert_tensor_metadata.default
-    for node in [node for node in module.graph.nodes if node.op == "call_module"]:
-        for value in _parts_of(node):
-            made = value.meta.get("val")
-            if isinstance(made, torch.Tensor):
-                with node.graph.inserting_after(value):
-                    arguments = (value, list(made.shape))
-                    check = node.graph.create_node("call_function", target, arguments, name="sizes")
-                check.meta = {key: node.meta[key] for key in node.meta.keys() - {"val"}}
+    """Let the nodes that stand for them check the sizes of what submodules give."""
+    for node in module.graph.find_nodes(op="call_function", target=_awaited):
+        node.target = torch.ops.aten._assert_tensor_metadata.default
     module.recompile()
 
 
-def _parts_of(node: fx.Node) -> list[fx.Node]:
-    """A result and what is taken out of it."""
-    rows = [node]
-    for row in rows:
-        rows += [user for user in row.users if user.target is operator.getitem]
-    return rows
+def _sizes(tree: Any) -> list[Any]:
+    """All sizes of the tensors in a tree, in order."""
+    return [size for leaf in pytree.tree_leaves(tree) if _is_tensor(leaf) for size in leaf.shape]
+
+
+def _combined(name: str, seen: Sequence[_Seen], sizes: Sequence[Any]) -> Any:
+    """The forms of the results where what a submodule reads has these sizes.
+
+    Raises:
+        RuntimeError: They do not follow from those.
+    """
+    first, *others = seen
+    for other in others:
+        (one, spec), (two, its) = map(pytree.tree_flatten, (first.result, other.result))
+        if spec != its or not len(sizes) == len(first.sizes) == len(other.sizes):
+            raise RuntimeError(f"{name} cannot stay whole: at other sizes it is called otherwise")
+        known = list(zip(sizes, first.sizes, other.sizes, strict=True))
+        try:
+            return pytree.tree_unflatten(map(partial(_following, known), one, two), spec)
+        except LookupError:
+            raise RuntimeError(
+                f"{name} cannot stay whole where sizes are symbols: those of its results do not "
+                "follow from those of what it reads"
+            ) from None
+    return first.result
+
+
+_Known: TypeAlias = Sequence[tuple[Any, int, int]]  # sizes: symbols, and what they are in two runs
+
+
+def _following(known: _Known, one: _Form | None, two: _Form | None) -> _Form | None:
+    """A form whose sizes follow from known ones, as they do in two runs."""
+    if one is None or two is None:
+        if one is not two:
+            raise LookupError
+        return None
+    shape = [_size(known, *row) for row in zip(one.shape, two.shape, strict=True)]
+    stride: list[Any] = [1] * len(shape)
+    step = (1, 1, 1)
+    for dim in sorted(range(len(shape)), key=lambda dim: (one.stride[dim], -dim)):
+        now = (shape[dim], one.shape[dim], two.shape[dim])
+        if one.shape[dim] > 1 and (one.stride[dim], two.stride[dim]) != step[1:]:
+            raise LookupError
+        stride[dim] = step[0]
+        step = tuple(map(operator.mul, step, now))
+    if (one.dtype, one.graded) != (two.dtype, two.graded):
+        raise LookupError
+    return replace(one, shape=tuple(shape), stride=tuple(stride))
+
+
+def _size(known: _Known, one: int, two: int) -> Any:
+    """A size that is this in the first run, and that in the second."""
+    if one == two:
+        return one
+    for size, *both in known:
+        if both == [one, two]:
+            return size
+    for size, a, b in known:
+        times = one // a if a else 0
+        if (a * times, b * times) == (one, two):
+            return size * times
+    for (size, a, b), (other, c, d) in combinations(known, 2):
+        if (a * c, b * d) == (one, two):
+            return size * other
+    raise LookupError
 
 
 def _is_tensor(value: Any) -> bool:
@@ -239,7 +318,7 @@ def _form(value: Any) -> Any:
         return None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         raise RuntimeError(f"a submodule that would stay whole returns a {type(value).__name__}")
-    return _Form(value.shape, value.stride(), value.dtype, value.requires_grad)
+    return _Form(tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
 
 
 def _made(given: torch.Tensor, form: _Form | None) -> torch.Tensor | None:
