@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.errors import ExecutionError, TraceError
+from baechi.tracing.ladder import trace
 
 WHOLE = "torch.export (non-strict), opaque submodules"
 
@@ -227,3 +228,102 @@ def test_the_results_of_what_stays_whole_may_have_names() -> None:
         placed = at_random(copy.deepcopy(model), (x,))
         assert placed.traced.rung == WHOLE
         assert not step(model, (x,), {}).differs_from(step(placed, (x,), {}))
+
+
+class Sized(nn.Module):
+    """A layer that looks at values, and gives results of several sizes."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> tuple[Tensor, ...]:
+        self.calls += 1
+        y = self.linear(x)
+        y = y * 2 if y.sum().item() > 1e9 else y
+        flat = nn.functional.dropout(y.flatten(0, 1).sin(), 0.2, self.training)
+        twice = torch.cat([y, y * mask.unsqueeze(-1)], dim=1).transpose(0, 1).exp()
+        if self.kind == "aliases":
+            return flat, twice, x
+        return flat, twice, (y[0, 0, :2] if self.kind == "" else y.flatten(0, 2)[: x.shape[1] // 2])
+
+
+class AtAnySize(nn.Module):
+    """Reads all that such a layer gives; fx does not take it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+        self.last = nn.Linear(8, 8)
+        self.sized, self.experts = Sized(kind), Experts()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x)
+        x[:, :1] = 0
+        flat, twice, few = self.sized(x, mask=mask)
+        made, _, _ = self.experts(flat.view(x.shape))
+        x = self.last(made + twice[: x.shape[1]].transpose(0, 1)) * few.sum()
+        return x + twice.shape[0]
+
+
+def assert_one_step(unsplit: nn.Module, placed: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Both draw the same, and leave the same bits."""
+    left = []
+    for model in (unsplit, placed):
+        torch.manual_seed(3)
+        left.append(step(model, args, {}))
+    assert not left[0].differs_from(left[1])
+
+
+SHAPES = ((2, 6), (3, 6), (3, 9), (5, 4), (2, 6))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_there_is_one_plan_for_all_sizes_of_what_stays_whole(training: bool) -> None:
+    unsplit, model = (AtAnySize().train(training) for _ in range(2))
+    with one_thread():
+        placed = lazily(model, training=training, placer=baechi.RandomPlacer(1))
+        for shape in SHAPES:
+            args = (torch.randn(*shape, 8), torch.randn(shape))
+            if training:
+                assert_one_step(unsplit, placed, args)
+            else:
+                assert torch.equal(unsplit(*args), placed(*args))
+        assert placed.traced.rung == WHOLE
+        assert placed.traced.module.family is not None
+        assert torch.equal(placed.sized.calls, unsplit.sized.calls)
+        assert len(placed._specializations) == 1
+    placed.unplace()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("cuts", "those of its results do not"), ("aliases", "sized gives a part of what it reads")],
+)
+def test_other_sizes_of_what_stays_whole_have_plans_of_their_own(kind: str, said: str) -> None:
+    unsplit, model = AtAnySize(kind), AtAnySize(kind)
+    remarks: list[str] = []
+    with one_thread():
+        placed = lazily(model, placer=baechi.RandomPlacer(1), max_shapes=4)
+        for shape in ((2, 6), (2, 9), (2, 4), (2, 6)):
+            args = (torch.randn(*shape, 8), torch.randn(shape))
+            assert_one_step(unsplit, placed, args)
+            remarks += placed.remarks
+        assert len(placed._specializations) == 3
+        assert any("a plan for each shape" in remark for remark in remarks)
+        with pytest.raises(TraceError, match=said):
+            trace(AtAnySize(kind), args, places=frozenset({(0, 1), (1, 1)}))
+    placed.unplace()
+
+
+def test_a_batch_as_large_as_it_is_long_is_known_apart() -> None:
+    unsplit, model = AtAnySize(), AtAnySize()
+    both = {0: "batch", 1: ("length", 2, 9)}
+    with one_thread():
+        placed = lazily(model, placer=baechi.RandomPlacer(1), dynamic={"x": both, "mask": both})
+        for shape in ((4, 4), (3, 6), (5, 2)):
+            assert_one_step(unsplit, placed, (torch.randn(*shape, 8), torch.randn(shape)))
+        assert len(placed._specializations) == 1
+    placed.unplace()

@@ -526,7 +526,9 @@ class _Recorder(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)
         if name.startswith(SIZES) and self._example is not None:
-            return None  # its fake kernel takes no symbols (2.13), and the sizes are those of before
+            return (
+                None  # its fake kernel takes no symbols (2.13), and the sizes are those of before
+            )
         if name.startswith("aten.upsample_") and name.endswith(".vec"):
             arguments = schema_arguments(target, args, kwargs)
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))

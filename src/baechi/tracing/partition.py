@@ -140,8 +140,8 @@ class Partition:
                 last = self._last_maker(node)
                 self._union.union([position, last if last >= 0 else position])
                 continue
-            # A view is of its base, whichever operator knows the sizes that it is given, and a check
-            # of its tensor.
+            # A view is of its base, and a check of its tensor, whichever operator knows the sizes
+            # that it is given.
             sized = bool(values) or self._facts.nodes[node].checks
             read = [n for n in node.all_input_nodes if not (sized and self._is_size(n))]
             inputs = [self.position[argument] for argument in read]

@@ -16,6 +16,7 @@
 Each rung traces the same flat function (`calling_convention.flat_model`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -175,7 +176,7 @@ def _parts_whole(
         with unchanged(model), without_observers(model):
             run_on_copies(model, call)
 
-    calls = [call, _at_other_sizes(call, places)] if places else [call]
+    calls = [call, *(_at_other_sizes(call, places, by) for by in ((1, 2) if places else ()))]
     whole = WholeParts(model, *(partial(run, each) for each in calls))
     options: dict[str, Any] = {"places": places, "of_part": of_part, "whole": whole}
     while True:
@@ -188,20 +189,32 @@ def _parts_whole(
                 raise
 
 
-def _at_other_sizes(call: Call, places: frozenset[Place]) -> Call:
-    """A call whose sizes at some places are larger by one, filled with what it holds.
+def _at_other_sizes(call: Call, places: frozenset[Place], by: int) -> Call:
+    """A call with other sizes at some places, equal ones where they are, filled with what it holds.
 
-    It carries the numbers that are symbols.
+    Each size is another number less, since models have a largest position; or more, where it is
+    small. The call carries the numbers that are symbols.
     """
     first = len(call.tensors) - len(numbers_among(places))
+    changed = [
+        [dim for dim in range(t.dim()) if (i, dim) in places or (i >= first and dim == 0)]
+        for i, t in enumerate(call.tensors)
+    ]
+    rows = list(zip(call.tensors, changed, strict=True))
+    counts = [Counter(tensor.shape[dim] for dim in dims) for tensor, dims in rows]
+    twice = {size for count in counts for size in count if count[size] > 1}  # in one tensor
+    keys = {(t.shape[dim], dim if t.shape[dim] in twice else 0) for t, dims in rows for dim in dims}
+    steps = {key: by * (1 + rank) for rank, key in enumerate(sorted(keys))}
     tensors = []
-    for index, tensor in enumerate(call.tensors):
-        grown = tensor.detach()
-        for dim in range(tensor.dim()):
-            if (index, dim) in places or (index >= first and dim == 0):
-                rows = torch.arange(tensor.shape[dim] + 1, device=tensor.device)
-                grown = grown.index_select(dim, rows % tensor.shape[dim])
-        tensors.append(grown.requires_grad_(tensor.requires_grad))
+    for tensor, dims in rows:
+        other = tensor.detach()
+        for dim in dims:
+            size = tensor.shape[dim]
+            step = steps[size, dim if size in twice else 0]
+            now = size - step if size - step > 1 else size + step
+            index = torch.arange(now, device=tensor.device) % size
+            other = other.index_select(dim, index)
+        tensors.append(other.requires_grad_(tensor.requires_grad))
     return replace(call, tensors=tuple(tensors))
 
 

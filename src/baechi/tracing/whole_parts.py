@@ -5,9 +5,9 @@ the model can be traced where something says what such a submodule returns: a ru
 does. The trace gets a node that calls the submodule, and a check that in other calls its results
 have the sizes that they had then, since forward may have read them.
 
-Where sizes are symbols, a second run of other sizes says how those of the results follow from those
-of what the submodule reads: a size of a result is a constant, one that is read, the product of two,
-or a multiple of one.
+Where sizes are symbols, more runs at other sizes say how those of the results follow from those of
+what the submodule reads: a size of a result is a constant, one that is read, a multiple of one, or
+the product of two.
 """
 
 import operator
@@ -65,7 +65,7 @@ class WholeParts:
 
     Args:
         model: The model.
-        runs: Run the example for real; the second one at other sizes, where these are symbols.
+        runs: Run the example for real; where sizes are symbols, others run it at other sizes.
     """
 
     def __init__(self, model: nn.Module, *runs: Callable[[], None]) -> None:
@@ -238,59 +238,61 @@ def _combined(name: str, seen: Sequence[_Seen], sizes: Sequence[Any]) -> Any:
     Raises:
         RuntimeError: They do not follow from those.
     """
-    first, *others = seen
-    for other in others:
-        (one, spec), (two, its) = map(pytree.tree_flatten, (first.result, other.result))
-        if spec != its or not len(sizes) == len(first.sizes) == len(other.sizes):
-            raise RuntimeError(f"{name} cannot stay whole: at other sizes it is called otherwise")
-        known = list(zip(sizes, first.sizes, other.sizes, strict=True))
-        try:
-            return pytree.tree_unflatten(map(partial(_following, known), one, two), spec)
-        except LookupError:
-            raise RuntimeError(
-                f"{name} cannot stay whole where sizes are symbols: those of its results do not "
-                "follow from those of what it reads"
-            ) from None
-    return first.result
+    rows, specs = zip(*(pytree.tree_flatten(each.result) for each in seen), strict=True)
+    counts = {len(sizes), *(len(each.sizes) for each in seen)}
+    if any(spec != specs[0] for spec in specs) or len(counts) > 1:
+        raise RuntimeError(f"{name} cannot stay whole: at other sizes it is called otherwise")
+    columns = list(zip(*(each.sizes for each in seen), strict=True))
+    known = list(zip(sizes, columns, strict=True))
+    try:
+        return pytree.tree_unflatten(map(partial(_following, known), *rows), specs[0])
+    except LookupError:
+        raise RuntimeError(
+            f"{name} cannot stay whole where sizes are symbols: those of its results do not follow "
+            "from those of what it reads"
+        ) from None
 
 
-_Known: TypeAlias = Sequence[tuple[Any, int, int]]  # sizes: symbols, and what they are in two runs
+# Sizes, which may be symbols, and what they are in each run.
+_Known: TypeAlias = Sequence[tuple[Any, tuple[int, ...]]]
 
 
-def _following(known: _Known, one: _Form | None, two: _Form | None) -> _Form | None:
-    """A form whose sizes follow from known ones, as they do in two runs."""
-    if one is None or two is None:
-        if one is not two:
-            raise LookupError
+def _following(known: _Known, *forms: _Form | None) -> _Form | None:
+    """A form whose sizes follow from known ones, as they do in all runs.
+
+    Raises:
+        LookupError: They do not, or the memory of some form has gaps.
+    """
+    found = [form for form in forms if form is not None]
+    if not found:
         return None
-    shape = [_size(known, *row) for row in zip(one.shape, two.shape, strict=True)]
-    stride: list[Any] = [1] * len(shape)
-    step = (1, 1, 1)
-    for dim in sorted(range(len(shape)), key=lambda dim: (one.stride[dim], -dim)):
-        now = (shape[dim], one.shape[dim], two.shape[dim])
-        if one.shape[dim] > 1 and (one.stride[dim], two.stride[dim]) != step[1:]:
-            raise LookupError
-        stride[dim] = step[0]
-        step = tuple(map(operator.mul, step, now))
-    if (one.dtype, one.graded) != (two.dtype, two.graded):
+    if len(found) < len(forms) or len({(form.dtype, form.graded) for form in found}) > 1:
         raise LookupError
-    return replace(one, shape=tuple(shape), stride=tuple(stride))
+    first, shapes = found[0], list(zip(*(form.shape for form in found), strict=True))
+    if len(found) == 1:
+        return first
+    shape = [_size(known, numbers) for numbers in shapes]
+    stride: list[Any] = [1] * len(shape)
+    step, steps = 1, [1] * len(found)
+    for dim in sorted(range(len(shape)), key=lambda dim: (first.stride[dim], -dim)):
+        if first.shape[dim] > 1 and [form.stride[dim] for form in found] != steps:
+            raise LookupError
+        stride[dim] = step
+        step, steps = step * shape[dim], list(map(operator.mul, steps, shapes[dim]))
+    return replace(first, shape=tuple(shape), stride=tuple(stride))
 
 
-def _size(known: _Known, one: int, two: int) -> Any:
-    """A size that is this in the first run, and that in the second."""
-    if one == two:
-        return one
-    for size, *both in known:
-        if both == [one, two]:
-            return size
-    for size, a, b in known:
-        times = one // a if a else 0
-        if (a * times, b * times) == (one, two):
-            return size * times
-    for (size, a, b), (other, c, d) in combinations(known, 2):
-        if (a * c, b * d) == (one, two):
-            return size * other
+def _size(known: _Known, numbers: tuple[int, ...]) -> Any:
+    """A size that is these numbers in the runs."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    for size, others in known:
+        times = numbers[0] // others[0] if others[0] else 0
+        if tuple(times * n for n in others) == numbers:
+            return size * times if times > 1 else size
+    for (one, mine), (two, theirs) in combinations(known, 2):
+        if tuple(map(operator.mul, mine, theirs)) == numbers:
+            return one * two
     raise LookupError
 
 
