@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +35,9 @@ def main(
     chosen = only.split(",") if only else known
     wrong = [name for name in chosen if name not in known]
     if wrong:
-        typer.echo(f"No architecture is called {', '.join(wrong)}. There are {', '.join(known)}.")
+        near = [n for name in wrong for n in get_close_matches(name, known, cutoff=0.4)]
+        others = f"{'Near are' if near else 'There are'} {', '.join(dict.fromkeys(near or known))}."
+        typer.echo(f"No architecture is called {', '.join(wrong)}. {others}")
         raise typer.Exit(2)
     forms = form.split(",") if form else []
     calls = [name for name, given in (("sizes", sizes), ("generate", generate)) if given]

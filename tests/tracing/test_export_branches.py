@@ -217,7 +217,8 @@ class Packed(nn.Module):
         self.linear = nn.Linear(4, 8)
 
     def forward(self, x: Tensor, batch: Tensor, lengths: Tensor) -> Tensor:
-        counts = torch.full((batch[:2].max() + 1,), 0)
+        lengths = torch.as_tensor([lengths[0], lengths[1]])
+        counts = torch.full((batch[:2].max() + torch.as_tensor(1),), 0)
         counts[batch[:2]] = lengths - 7
         ends = nn.functional.pad(torch.repeat_interleave(counts, counts).cumsum(0), (1, 0))
         x = self.linear(x.view(lengths.sum() - 5, 4)[batch.nonzero()[:, 0]])

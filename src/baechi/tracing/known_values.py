@@ -29,7 +29,7 @@ from baechi.tracing.model_code import whole_number
 from baechi.tracing.questions import Questions
 
 _FACTORIES: Final = frozenset(
-    (torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor)
+    (torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor, torch.as_tensor)
 )
 _TRUTHS: Final = frozenset(
     (
@@ -147,7 +147,8 @@ class KnownValues(FunctionMode):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, from known values where that may be."""
-        if func is torch.tensor and _are_scalars(*args) and kwargs.keys() <= {"dtype", "device"}:
+        made = func in (torch.tensor, torch.as_tensor)
+        if made and _are_scalars(*args) and kwargs.keys() <= {"dtype", "device"}:
             stacked = self.run(torch.stack, args, {})  # it would read the data of fake tensors
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
         if func == _DATA:
