@@ -336,20 +336,20 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class Device(nn.Module):
-    """An operator tells another a device."""
+class Typed(nn.Module):
+    """An operator tells another a type."""
 
     def __init__(self) -> None:
         super().__init__()
         self.branching = Branching()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return y.to(self.branching(x).device)
+        return y.to(self.branching(x).dtype)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_what_one_operator_tells_another_need_not_be_a_tensor(measured: bool):
-    traced = baechi.trace(Device(), (torch.randn(4), torch.randn(8)))
+    traced = baechi.trace(Typed(), (torch.randn(4), torch.randn(8).double()))
     assert traced.rung == "module granularity, opaque leaves"
     if measured:
         profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)

@@ -271,7 +271,7 @@ GROUPED = EXPORT if MENDED else f"{EXPORT}, export branches of _can_use_grouped_
         ("gpt2", EXPORT),
         ("mixtral", GROUPED),
         ("masked_transformer", EXPORT),
-        ("data_dependent", "module granularity, opaque leaves"),
+        ("data_dependent", f"{EXPORT}, opaque submodules"),
     ],
 )
 def test_the_rung_that_was_taken_is_told(name: str, rung: str) -> None:

@@ -16,9 +16,6 @@ from baechi.tracing import ladder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# What has a plan for each size, with the reason that `placed.remarks` gives.
-REFUSED = {"data_dependent": "with symbols for sizes, it runs other operators"}
-
 QUICK = ["towers", "buffers", "inputs_as_outputs", "plain_dataclass"]
 OTHERS = [name for name in ALL if name not in QUICK]
 AT_NIGHT = [
@@ -86,10 +83,6 @@ def test_at_three_more_sizes_the_bits_are_the_unsplit_model_s(
         else:
             assert_same_values(steps[0].outputs, steps[1].outputs, **EXACT)
     assert len(set(module.placement.devices)) == 2
-    if name in REFUSED:
-        assert traces > 2
-        assert any(REFUSED[name] in remark for remark in module.remarks)
-    else:
-        assert traces <= 2, module.remarks
-        assert not any("a plan for each shape" in remark for remark in module.remarks)
+    assert traces <= 2, module.remarks
+    assert not any("a plan for each shape" in remark for remark in module.remarks)
     module.unplace()
