@@ -279,8 +279,8 @@ def test_what_depends_on_values_is_counted_on_the_example_and_says_so():
 
 
 def test_what_does_not_run_on_its_example_is_guessed_from_its_bytes_and_says_so():
-    model = Device()
-    traced = baechi.trace(model, (torch.randn(4), torch.randn(8)))
+    model = Typed()
+    traced = baechi.trace(model, (torch.randn(4), torch.randn(8).double()))
     model.branching.forward = None
     profile = baechi.estimate(traced, "cpu")
     (cost,) = [cost for cost in profile.costs if cost.remark]
