@@ -157,6 +157,25 @@ def test_a_tensor_of_two_names_has_one_gradient(kind: str) -> None:
     assert_equal_at_random(Named(kind), (torch.randn(64, 16),))
 
 
+class ForNothing(nn.Module):
+    """The last that would send several gradients to a tensor gives what nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.looking = nn.Linear(16, 16), Looking()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = self.first(x).tanh()
+        normed = functional.rms_norm(value, (16,)) * value
+        self.looking(value)
+        return normed, value
+
+
+def test_what_is_for_nothing_hands_no_gradient_on() -> None:
+    torch.manual_seed(0)
+    assert_equal_at_random(ForNothing(), (torch.randn(64, 16),))
+
+
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,

@@ -24,7 +24,8 @@ Routes: TypeAlias = Mapping[fx.Node, Mapping[fx.Node, fx.Node]]  # of values: re
 def find_routes(facts: Facts, parts: Partition) -> Routes:
     """By value the readers whose gradients come to an earlier reader, with that."""
     several: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in parts.op_of:
+    reached = _reached(facts, parts)
+    for node in filter(reached.__contains__, parts.op_of):
         for argument in facts.nodes[node].several:
             several[node.all_input_nodes[argument]].append(node)
     found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
@@ -72,6 +73,15 @@ def routed(
         )
         for tensor, storage in rows
     )
+
+
+def _reached(facts: Facts, parts: Partition) -> set[fx.Node]:
+    """The nodes that a gradient of the outputs may reach: one that stays whole may be for nothing."""
+    found = set(parts.output.all_input_nodes)
+    for node in reversed(parts.program):
+        if node in found or (facts.nodes[node].writes and node.op != "call_module"):
+            found.update((node, *node.all_input_nodes))
+    return found
 
 
 def _home(value: fx.Node, facts: Facts, parts: Partition) -> int | None:
