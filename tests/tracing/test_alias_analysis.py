@@ -17,6 +17,7 @@ from baechi.torch_support.symbolic_sizes import Symbols
 from baechi.tracing import alias_analysis
 from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.effect_recorder import EffectRecorder
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.node_facts import Facts
@@ -36,7 +37,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
     own = fx.Interpreter.run_node
 
     def run_node(self: fx.Interpreter, node: fx.Node) -> object:
-        if node.op == "call_function" and isinstance(self, alias_analysis._Recorder):
+        if node.op == "call_function" and isinstance(self, EffectRecorder):
             ran.append(node)
         return own(self, node)
 
@@ -179,7 +180,7 @@ def test_a_tensor_may_be_turned_in_place() -> None:
 
 
 def test_torch_still_keeps_a_norm_turned() -> None:
-    """If this fails, torch is mended: `_Recorder.call_function` need not turn it back."""
+    """If this fails, torch is mended: `EffectRecorder.call_function` need not turn it back."""
     x, norm = torch.randn(2, 5, 3).mT, torch.nn.BatchNorm1d(3)
     assert norm(x).is_contiguous()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -264,6 +264,7 @@ class AtAnySize(nn.Module):
         x[:, :1] = 0
         flat, twice, few = self.sized(x, mask=mask)
         made, _, _ = self.experts(flat.view(x.shape))
+        made += 1
         x = self.last(made + twice[: x.shape[1]].transpose(0, 1)) * few.sum()
         return x + twice.shape[0]
 

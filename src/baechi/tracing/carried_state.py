@@ -8,8 +8,8 @@ from torch import nn
 from baechi.errors import TraceError
 from baechi.torch_support.tracer_internals import quiet
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.observers import without_observers
 from baechi.tracing.rungs import run_on_copies
 from baechi.tracing.side_effects import draws_kept, notes_kept, unchanged

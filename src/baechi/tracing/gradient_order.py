@@ -76,7 +76,7 @@ def routed(
 
 
 def _reached(facts: Facts, parts: Partition) -> set[fx.Node]:
-    """The nodes that a gradient of the outputs may reach: one that stays whole may be for nothing."""
+    """The nodes that a gradient of the outputs may reach; what stays whole may be for nothing."""
     found = set(parts.output.all_input_nodes)
     for node in reversed(parts.program):
         if node in found or (facts.nodes[node].writes and node.op != "call_module"):

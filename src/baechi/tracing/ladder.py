@@ -22,8 +22,9 @@ from baechi.torch_support.storages import extent
 from baechi.torch_support.tracer_internals import quiet, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import copy_of, named_state, propagate, propagate_symbolic
+from baechi.tracing.alias_analysis import copy_of, propagate, propagate_symbolic
 from baechi.tracing.calling_convention import Call, canonical_call, inside
+from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.faithfulness import reads_noted, refuse_unfaithful
 from baechi.tracing.families import Family, Place, kinds_carried, numbers_among
 from baechi.tracing.fx_nodes import casts_shared, casts_shared_in_blocks, op_and_line, read_once

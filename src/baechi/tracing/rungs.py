@@ -30,8 +30,9 @@ from torch import fx, nn
 from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import is_unbacked
 from baechi.torch_support.tracer_internals import frugal_export
-from baechi.tracing.alias_analysis import copy_of, named_state
+from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call, flat_model
+from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.families import Place, dynamic_shapes, numbers_among
