@@ -1,6 +1,9 @@
 """Mixed precision: autocast, gradient scaling, and models in half precision, as unsplit."""
 
 import copy
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import placed
@@ -278,3 +281,67 @@ def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
         nodes = [node for node in exported.graph.nodes if "lstm" in str(node.target)]
         assert [node.meta["val"][0].dtype for node in nodes] == [torch.float32]
         assert layer(x)[0].dtype is torch.bfloat16
+
+
+class Attending(nn.Module):
+    """Layers, positions that are made without autocast, and a loss outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            places = torch.arange(x.shape[1]).float().outer(torch.ones(16)).cos()
+        x = self.first(x)
+        for layer in self.middle:
+            x = x + layer(x * places).relu()
+        return self.last(x)
+
+
+class Decorated(Attending):
+    """The same, whose own forward is decorated."""
+
+    forward = torch.autocast("cpu", torch.bfloat16)(Attending.forward)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """The model with another forward, as Accelerate and so Trainer give it for bf16."""
+    decorated = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)  # type: ignore
+    model.forward = MethodType(in_fp32(decorated), model)  # type: ignore[method-assign]
+    return model
+
+
+def in_fp32(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function whose outputs are fp32, as `accelerate.utils.convert_outputs_to_fp32`."""
+
+    @wraps(forward)
+    def converted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **kwargs).float()
+
+    return converted
+
+
+@pytest.mark.parametrize("late", [True, False, None], ids=["late", "early", "own"])
+def test_a_decorated_forward_is_split(late: bool | None) -> None:
+    torch.manual_seed(0)
+    model = Decorated() if late is None else Attending()
+    unsplit = copy.deepcopy(model) if late is None else wrapped(copy.deepcopy(model))
+    with placed.one_thread():
+        split = placed.lazily(
+            model if late in (True, None) else wrapped(model), placer=baechi.RandomPlacer(0)
+        )
+        if late:
+            wrapped(split)
+        for batch in (2, 3, 2):
+            args = (torch.randn(batch, 5, 8),)
+            expected, actual = (placed.step(each, args, {}) for each in (unsplit, split))
+            assert not expected.differs_from(actual)
+        assert len(split.traced.ops) > 12
+        assert len(split._specializations) == 1
+        split.eval()
+        unsplit.eval()
+        with torch.no_grad():
+            assert torch.equal(unsplit(*args), split(*args))
+    split.unplace()

@@ -22,6 +22,7 @@ from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.rank_state import gathered, loadable, own_rows
 from baechi.runtime.weights import move
 from baechi.torch_support.torch_internals import state_of
+from baechi.tracing.guards import autocast_of
 
 
 def placed_state(model: nn.Module) -> PlacedState | None:
@@ -101,7 +102,8 @@ class Placed:
         own = super().__call__  # type: ignore[misc]
         if state is None or state.is_inside:
             return own(*args, **kwargs)
-        return state.run(state.root, args, kwargs, own)
+        with autocast_of(self.forward):
+            return state.run(state.root, args, kwargs, own)
 
     def __getattr__(self, name: str) -> Any:
         try:

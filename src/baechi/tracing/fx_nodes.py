@@ -405,6 +405,31 @@ def _flat(args: Any) -> list[Any]:
     return [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
 
 
+def without_regions_of(module: fx.GraphModule, dtypes: Mapping[str, torch.dtype]) -> fx.GraphModule:
+    """The module, changed in place: regions under the autocast around it are a part of it.
+
+    As where `forward` is decorated with the autocast that the call is under, too.
+    """
+    for node in [node for node in module.graph.nodes if target_name(node) == "wrap_with_autocast"]:
+        kind, dtype, enabled, _, region, *operands = node.args
+        if not enabled or dtypes.get(kind) != dtype:
+            continue
+        path = str(region.target)
+        part: Any = module.get_submodule(path)
+        known = dict(zip(part.graph.find_nodes(op="placeholder"), operands, strict=True))
+        with module.graph.inserting_before(node):
+            results: Any = module.graph.graph_copy(part.graph, known)
+        for inner in known.values():
+            if isinstance(inner, fx.Node) and inner.op == "get_attr" and inner not in operands:
+                inner.target = f"{path}.{inner.target}"  # of a region inside of it
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
 _KERNELS: Final = {
     "cpu": torch._C.DispatchKey.AutocastCPU,
     "cuda": torch._C.DispatchKey.AutocastCUDA,

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import dis
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -85,6 +85,21 @@ class Autocast:
 
 
 _OFF: Final = Autocast()
+
+
+def autocast_of(function: Any) -> AbstractContextManager[Any]:
+    """The autocast that a function is decorated with, as Accelerate does with a model's `forward`.
+
+    Around the whole call it is a part of no operator, and all of them can be apart.
+    """
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        plain = getattr(function, "__func__", function)
+        for cell in getattr(plain, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, torch.autocast):
+                own = cell.cell_contents
+                return torch.autocast(own.device, own.fast_dtype, own._enabled, own._cache_enabled)
+        function = inner
+    return nullcontext()
 
 
 @final

@@ -36,7 +36,12 @@ from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.families import Place, dynamic_shapes, numbers_among
-from baechi.tracing.fx_nodes import without_effectless, without_layouts, without_whole_slices
+from baechi.tracing.fx_nodes import (
+    without_effectless,
+    without_layouts,
+    without_regions_of,
+    without_whole_slices,
+)
 from baechi.tracing.fx_tracer import symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.model_code import symbols_kept
@@ -127,7 +132,7 @@ def _non_strict(
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
         last.callback(settle)
-        module = program.module()
+        module = without_regions_of(program.module(), dict(call.autocast.dtypes))
         if whole is not None:
             whole.restore(module)
         functions.restore(module)
