@@ -95,9 +95,9 @@ def autocast_of(function: Any) -> AbstractContextManager[Any]:
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         plain = getattr(function, "__func__", function)
         for cell in getattr(plain, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, torch.autocast):
-                own = cell.cell_contents
-                return torch.autocast(own.device, own.fast_dtype, own._enabled, own._cache_enabled)
+            own = cell.cell_contents
+            if isinstance(own, torch.autocast) and own._enabled:
+                return torch.autocast(own.device, own.fast_dtype, True, own._cache_enabled)
         function = inner
     return nullcontext()
 
