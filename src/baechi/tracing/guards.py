@@ -95,9 +95,10 @@ def autocast_of(function: Any) -> AbstractContextManager[Any]:
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         plain = getattr(function, "__func__", function)
         for cell in getattr(plain, "__closure__", None) or ():
-            own = cell.cell_contents
-            if isinstance(own, torch.autocast) and own._enabled:
-                return torch.autocast(own.device, own.fast_dtype, True, own._cache_enabled)
+            with suppress(ValueError):  # it is empty
+                own = cell.cell_contents
+                if isinstance(own, torch.autocast) and own._enabled:
+                    return torch.autocast(own.device, own.fast_dtype, True, own._cache_enabled)
         function = inner
     return nullcontext()
 
