@@ -36,6 +36,8 @@ def train(
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+    traced = getattr(network, "traced", None)  # of the placed one; bf16 decorates its forward
+    assert traced is None or not any("autocast" in op.name for op in traced.ops)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     last = None if resume else trainer.evaluate()["eval_loss"]
     return losses, last, {name: one.clone() for name, one in network.state_dict().items()}

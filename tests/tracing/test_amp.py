@@ -310,18 +310,32 @@ class Decorated(Attending):
 def wrapped(model: nn.Module) -> nn.Module:
     """The model with another forward, as Accelerate and so Trainer give it for bf16."""
     decorated = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)  # type: ignore
-    model.forward = MethodType(in_fp32(decorated), model)  # type: ignore[method-assign]
+    model.forward = MethodType(decorated, model)  # type: ignore[method-assign]
     return model
 
 
-def in_fp32(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function whose outputs are fp32, as `accelerate.utils.convert_outputs_to_fp32`."""
+def computing(model: nn.Module) -> nn.Module:
+    """The same, and a decorator around it that computes outside of autocast."""
+    forward, scale = wrapped(model).forward.__func__, torch.linspace(-1, 1, 16).view(4, 4)  # type: ignore
 
     @wraps(forward)
-    def converted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return forward(*args, **kwargs).float()
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = forward(*args, **kwargs).float() @ scale
+        return found
 
-    return converted
+    model.forward = MethodType(computed, model)  # type: ignore[method-assign]
+    return model
+
+
+def test_what_a_decorator_computes_outside_of_autocast_is_in_fp32() -> None:
+    torch.manual_seed(0)
+    model, args = Attending(), (torch.randn(2, 5, 8),)
+    unsplit = computing(copy.deepcopy(model))
+    with placed.one_thread():
+        split = computing(placed.lazily(model, placer=baechi.RandomPlacer(0)))
+        expected, actual = (placed.step(each, args, {}) for each in (unsplit, split))
+    assert not expected.differs_from(actual)
+    split.unplace()
 
 
 @pytest.mark.parametrize("late", [True, False, None], ids=["late", "early", "own"])

@@ -1,4 +1,4 @@
-"""What goes on from call to call in attributes of a model, which a split model does not carry."""
+"""State carried from call to call in attributes of a model, which a split model does not carry."""
 
 from collections.abc import Sequence
 

@@ -87,13 +87,21 @@ class Autocast:
 _OFF: Final = Autocast()
 
 
+# Packages whose decorators cast, and compute nothing.
+_CASTING_ONLY: Final = ("torch", "accelerate")
+
+
 def autocast_of(function: Any) -> AbstractContextManager[Any]:
     """The autocast that a function is decorated with, as Accelerate does with a model's `forward`.
 
-    Around the whole call it is a part of no operator, and all of them can be apart.
+    Around the whole call it is a part of no operator, and all of them can be apart. Nobody else's
+    decorator may be around it, which might compute outside of autocast.
     """
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         plain = getattr(function, "__func__", function)
+        module = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
+        if module.partition(".")[0] not in _CASTING_ONLY:
+            break
         for cell in getattr(plain, "__closure__", None) or ():
             with suppress(ValueError):  # it is empty
                 own = cell.cell_contents
