@@ -44,7 +44,7 @@ from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import RETURN_IT, has_observers, observers_in, observing
-from baechi.tracing.subgraph import opaque_leaves, unsplit_block, unsplit_part
+from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import truth_values_of
 from baechi.tracing.workarounds import compact
 
@@ -310,7 +310,7 @@ class Executable:
         rows += () if self.dimensions is None else self.dimensions.remarks
         rows += (self.stale,) if self.stale else ()
         if len(self.places) > 1:
-            rows += tuple(filter(None, (unsplit_part(self.traced), unsplit_block(self.traced))))
+            rows += tuple(filter(None, (unsplit_part(self.traced),)))
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call | Sequence[Call], meter: Meter | None = None) -> Any:

@@ -163,8 +163,7 @@ class GradientGuard:
         facts, written = module.facts.nodes, module.facts.written
         wrote = {
             value.storage
-            for node, fact in facts.items()
-            if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
+            for fact in facts.values()
             for value in fact.values
             if value.requires_grad and value.storage in fact.writes
         }

@@ -8,7 +8,8 @@ from torch.autograd.graph import GradientEdge
 
 def gradients_sent(results: Sequence[torch.Tensor], ends: Iterable[GradientEdge]) -> list[int]:
     """How many gradients come to each of these ends from the graph between them and the results."""
-    counts = {(end.node, end.output_nr): 0 for end in ends}
+    wanted = [(end.node, end.output_nr) for end in ends]  # of which two may be one
+    counts = dict.fromkeys(wanted, 0)
     seen = {None, *(node for node, _ in counts)}
     left = [tensor.grad_fn for tensor in results if tensor.grad_fn not in seen]
     seen.update(left)
@@ -20,4 +21,4 @@ def gradients_sent(results: Sequence[torch.Tensor], ends: Iterable[GradientEdge]
             elif edge[0] not in seen:
                 seen.add(edge[0])
                 left.append(edge[0])
-    return list(counts.values())
+    return [counts[end] for end in wanted]

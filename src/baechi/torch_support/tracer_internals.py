@@ -9,9 +9,10 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from threading import get_ident
 from traceback import FrameSummary, StackSummary
@@ -60,6 +61,26 @@ def held_nodes_kept() -> Iterator[None]:
     finally:
         if new:
             effects.discard(held_function)
+
+
+# The nodes of a trace that switch a mode.
+SET_GRADIENTS: Any = torch._C._set_grad_enabled
+ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
+
+
+@contextmanager
+def switches_kept() -> Iterator[None]:
+    """Let torch.export leave the nodes that switch a mode, and make no block of what is between.
+
+    Of blocks inside of others it loses some (`test_torch_still_loses_blocks_inside_of_blocks`).
+    """
+    with ExitStack() as stack:
+        for kind in ("set_grad", "autocast"):
+            name = f"replace_{kind}_with_hop_pass"
+            passes = import_module(f"torch._export.passes.{name}")
+            stack.enter_context(patch.object(passes, name, lambda *given: given))
+        yield
 
 
 # An operator as the dispatcher calls it, its arguments, its keyword arguments, and its result.

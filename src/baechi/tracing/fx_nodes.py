@@ -11,15 +11,11 @@ gives back one gradient for each tensor that it reads, the sum of both. So where
 reader, each further reading of an operator is of an alias of its own. That is done for operators
 that are one node of autograd's graph, whose gradients come in the order of its arguments. For
 attention and `einsum`, which are many nodes, and others `gradient_order` sees to it.
-
-Casts of autocast (`casts_shared`): it casts a weight once for all operators that read it, so their
-gradients are added up in the lower precision, and their sum is cast back. On several tapes each
-would cast for itself. So the cast of a weight with several such readers is a node that they share.
 """
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -31,17 +27,24 @@ from torch import fx
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.tracer_internals import OpOverload
+from baechi.tracing.modes import Under
 
 # Beginnings of lines of a stack, in torch and in what watches it here.
 _IN_TORCH: Final = f'File "{Path(torch.__file__).parent}'
 _OURS: Final = f'File "{Path(__file__).parents[1]}'
 
 
+def operator_of(node: fx.Node) -> Any:
+    """What a node runs, in whichever modes."""
+    return node.target.operator if isinstance(node.target, Under) else node.target
+
+
 def operator_name(node: fx.Node) -> str:
     """`embedding` for `aten.embedding.default`, `torch.nn.functional.embedding`, `.embedding`."""
-    if isinstance(node.target, OpOverload):
-        return node.target._schema.name.partition("::")[2]
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    target = operator_of(node)
+    if isinstance(target, OpOverload):
+        return target._schema.name.partition("::")[2]
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def target_name(node: fx.Node) -> str:
@@ -52,7 +55,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def nodes_inside(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the graphs that a node runs, such as a block under autocast, in order."""
+    """The nodes of the graphs that a node runs, such as the branches of `torch.cond`, in order."""
     for given in node.all_input_nodes:
         owner = given.graph.owning_module
         if given.op == "get_attr" and owner is not None:
@@ -67,8 +70,9 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
 
     Where names are unknown, as of a method's arguments, positions replace them.
     """
-    if isinstance(node.target, OpOverload):
-        return schema_arguments(node.target, node.args, node.kwargs)
+    target = operator_of(node)
+    if isinstance(target, OpOverload):
+        return schema_arguments(target, node.args, node.kwargs)
     owner = node.graph.owning_module
     assert owner is not None  # a traced graph belongs to its module
     try:
@@ -145,7 +149,6 @@ _KNOWN: Final = ("aten.", "<built-in function")  # the beginnings of names of kn
 
 def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
     """The module, changed in place: the same values from fewer nodes."""
-    # Regions without gradients, or with autocast, are modules of their own.
     for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
         for node in list(part.graph.nodes):
             if str(node.target) in _CHECKS:
@@ -175,7 +178,9 @@ def _converts_nothing(node: fx.Node) -> bool:
     if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
     same = all(getattr(given, name) == getattr(made, name) for name in ("layout", "dtype", "ndim"))
-    return same and given.layout is torch.strided and _memory(source) == _memory(node)
+    return (
+        same and given.layout is torch.strided and memory_in_trace(source) == memory_in_trace(node)
+    )
 
 
 def _drops_nothing(node: fx.Node) -> bool:
@@ -217,11 +222,11 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
     for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
         changed: set[int | None] = set()  # memory, by later nodes
         for node in reversed(part.graph.nodes):
-            changed.update(map(_memory, _targets(node)))
+            changed.update(map(memory_in_trace, written_into(node)))
             if node.target is _ATEN.contiguous.default:
                 (given,) = node.all_input_nodes
-                kept = _memory(node) in changed or _needs_strides(node)
-                if _memory(node) == _memory(given) and not kept:
+                kept = memory_in_trace(node) in changed or _needs_strides(node)
+                if memory_in_trace(node) == memory_in_trace(given) and not kept:
                     node.replace_all_uses_with(given)
                     part.graph.erase_node(node)
         makers = _makers(part.graph)
@@ -232,7 +237,7 @@ def without_layouts(module: fx.GraphModule) -> fx.GraphModule:
                 given = maker.op == "get_attr" or (maker.op == "placeholder" and part is module)
                 if not given and operator_name(maker) not in SAME_LAYOUT:
                     node.target = _ATEN.reshape.default
-            written.update(makers[target] for target in _targets(node))
+            written.update(makers[target] for target in written_into(node))
         part.recompile()
     return module
 
@@ -252,7 +257,7 @@ def may_be_views(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node is not makers[node] and makers[node] in written:
             found.add(node)
-        written.update(makers[target] for target in _targets(node) if layout_maker(target))
+        written.update(makers[target] for target in written_into(node) if layout_maker(target))
     return found
 
 
@@ -285,7 +290,7 @@ def _makers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return makers
 
 
-def _targets(node: fx.Node) -> list[fx.Node]:
+def written_into(node: fx.Node) -> list[fx.Node]:
     """What an operator writes into, by its schema."""
     if not isinstance(node.target, OpOverload):
         return []
@@ -298,7 +303,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 _BY_STRIDES: Final = ("aten.as_strided", "aten.view_as_complex", "aten.view.dtype")
 
 
-def _memory(node: fx.Node) -> int | None:
+def memory_in_trace(node: fx.Node) -> int | None:
     """What names the memory of a node's value in a trace; None if it is no tensor."""
     value = node.meta.get("val")
     return key_of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
@@ -403,99 +408,6 @@ def reads_again(node: fx.Node) -> bool:
 
 def _flat(args: Any) -> list[Any]:
     return [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
-
-
-def without_regions_of(module: fx.GraphModule, dtypes: Mapping[str, torch.dtype]) -> fx.GraphModule:
-    """The module, changed in place: regions under the autocast around it are a part of it.
-
-    As where `forward` is decorated with the autocast that the call is under, too.
-    """
-    for node in [node for node in module.graph.nodes if target_name(node) == "wrap_with_autocast"]:
-        kind, dtype, enabled, _, region, *operands = node.args
-        if not enabled or dtypes.get(kind) != dtype:
-            continue
-        path = str(region.target)
-        part: Any = module.get_submodule(path)
-        known = dict(zip(part.graph.find_nodes(op="placeholder"), operands, strict=True))
-        with module.graph.inserting_before(node):
-            results: Any = module.graph.graph_copy(part.graph, known)
-        for inner in known.values():
-            if isinstance(inner, fx.Node) and inner.op == "get_attr" and inner not in operands:
-                inner.target = f"{path}.{inner.target}"  # of a region inside of it
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-    module.recompile()
-    return module
-
-
-_KERNELS: Final = {
-    "cpu": torch._C.DispatchKey.AutocastCPU,
-    "cuda": torch._C.DispatchKey.AutocastCUDA,
-}
-
-
-def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype]]) -> None:
-    """Let readers of one weight share its cast where autocast's cache would let them.
-
-    It caches casts of fp32 leaves that need a gradient and are no views
-    (aten/src/ATen/autocast_mode.cpp, `cached_cast`). Code of which nothing is seen may cast, too.
-    """
-    names = module.graph.find_nodes(op="get_attr") if dtypes else ()
-    _share_casts(module.graph, [(node, node) for node in names], dtypes)
-
-
-def casts_shared_in_blocks(module: fx.GraphModule) -> None:
-    """The same inside of each block of forward under autocast.
-
-    The block does without the cache: all threads have one, and any of them clears it.
-    """
-    for node in [node for node in module.graph.nodes if target_name(node) == "wrap_with_autocast"]:
-        kind, dtype, enabled, cached, name, *given = node.args
-        block = attrgetter(str(name.target))(module)
-        if enabled and cached:
-            rows = zip(block.graph.find_nodes(op="placeholder"), given, strict=True)
-            _share_casts(
-                block.graph, [row for row in rows if row[1].op == "get_attr"], [(kind, dtype)]
-            )
-            block.recompile()
-        node.update_arg(3, False)
-
-
-def _share_casts(
-    graph: fx.Graph,
-    rows: Iterable[tuple[fx.Node, fx.Node]],
-    dtypes: Sequence[tuple[str, torch.dtype]],
-) -> None:
-    """Of rows of (a node of the graph, the get_attr node of what it stands for)."""
-    names: dict[int, list[fx.Node]] = {}  # of each weight
-    for node, source in rows:
-        weight: Any = attrgetter(str(source.target))(source.graph.owning_module)
-        leaf = isinstance(weight, torch.Tensor) and weight.is_leaf and not weight._is_view()
-        if leaf and weight.requires_grad and weight.dtype == torch.float32:
-            names.setdefault(id(weight), []).append(node)
-    for nodes in names.values():
-        readers = {reader for node in nodes for reader in node.users}
-        seen = all(isinstance(r.target, OpOverload) or r.op == "output" for r in readers)
-        for kind, dtype in dtypes if seen else ():
-            casting = [r for r in graph.nodes if r in readers and _casts(r, kind, dtype)]
-            if len(casting) > 1:
-                first = casting[0]
-                with graph.inserting_before(first):
-                    cast = graph.call_function(_ATEN.to.dtype, (nodes[0], dtype))
-                cast.meta = {key: first.meta[key] for key in first.meta.keys() - {"val"}}
-                for reader in casting:
-                    for node in nodes:
-                        reader.replace_input_with(node, cast)
-
-
-def _casts(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
-    """True if it is an operator that autocast gives what it reads in a lower precision."""
-    value: Any = node.meta.get("val")
-    if not isinstance(node.target, OpOverload) or getattr(value, "dtype", None) != dtype:
-        return False
-    return node.target.has_kernel_for_dispatch_key(_KERNELS[kind])
 
 
 def is_one_node(node: fx.Node) -> bool:

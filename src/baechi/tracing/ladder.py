@@ -27,13 +27,14 @@ from baechi.tracing.calling_convention import Call, canonical_call, inside
 from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.faithfulness import reads_noted, refuse_unfaithful
 from baechi.tracing.families import Family, Place, kinds_carried, numbers_among
-from baechi.tracing.fx_nodes import casts_shared, casts_shared_in_blocks, op_and_line, read_once
+from baechi.tracing.fx_nodes import op_and_line, read_once
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.model_code import own_modules
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
+from baechi.tracing.shared_casts import casts_shared
 from baechi.tracing.side_effects import unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import caches_told, ctc_losses_known, errors_followed, lstms_in_one
@@ -291,7 +292,6 @@ def _lowered(
     module, family, returned = captured.module, None, captured.returned
     if call.autocast.cached:
         casts_shared(module, call.autocast.dtypes)
-    casts_shared_in_blocks(module)
     module = in_turn(read_once(module))
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     sizes = (size for value in given for size in value.shape) if places else ()

@@ -530,7 +530,7 @@ def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
 
 
 def _show_graph(graph: Any) -> str:
-    """The graph that an operator runs, such as a block under autocast; names left out."""
+    """The graph that an operator runs, such as a branch of `torch.cond`; names left out."""
     if not isinstance(graph, fx.GraphModule):
         return repr(graph)
     local = {node: i for i, node in enumerate(graph.graph.nodes)}

@@ -29,6 +29,7 @@ from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import hooks_of, state_of, version_of
 from baechi.torch_support.tracer_internals import FakeTensor
 from baechi.tracing.fx_nodes import nodes_inside
+from baechi.tracing.modes import Modes
 from baechi.tracing.pytrees import Parts, Structure
 
 FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -72,6 +73,7 @@ class Observer:
     Attributes:
         constants: What forward reads beside its arguments and parameters. Where the hook holds such
             a tensor before it runs and another afterwards, the trace does not read that.
+        modes: What forward switched on or off around the hook.
     """
 
     __name__ = __qualname__ = "observe"
@@ -87,6 +89,7 @@ class Observer:
         self._hook, self._place, self._module, self._seen = hook, place, module, seen
         self.title = title
         self.constants: Sequence[torch.Tensor] = ()
+        self.modes = Modes()
         self._stale = False
 
     def __repr__(self) -> str:
@@ -108,7 +111,8 @@ class Observer:
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
         reached = _reached(hook) if self.constants else None
         held = [(t, _version(t)) for t in self.constants if reached and id(t) in reached]
-        returned = hook(self._module, *seen)
+        with self.modes.applied():
+            returned = hook(self._module, *seen)
         now = _reached(hook) if held else None
         exchanged = now is not None and any(id(t) not in now for t, _ in held)
         self._stale |= exchanged or any(_version(t) != version for t, version in held)

@@ -29,7 +29,7 @@ from torch import fx, nn
 
 from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import is_unbacked
-from baechi.torch_support.tracer_internals import frugal_export
+from baechi.torch_support.tracer_internals import frugal_export, switches_kept
 from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.effect_recorder import named_state
@@ -39,7 +39,6 @@ from baechi.tracing.families import Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     without_effectless,
     without_layouts,
-    without_regions_of,
     without_whole_slices,
 )
 from baechi.tracing.fx_tracer import symbolic_trace, types_told
@@ -55,6 +54,7 @@ from baechi.tracing.side_effects import (
     draws_kept,
     unchanged,
 )
+from baechi.tracing.switched_modes import without_switches
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.whole_parts import WholeParts, check_sizes
 from baechi.tracing.workarounds import RECURRENT, called_with, checks_kept
@@ -127,15 +127,17 @@ def _non_strict(
         closing(outside),
         frugal_export(),
         checks_kept(),
+        switches_kept(),
         containers_kept(model),
     ):
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
         last.callback(settle)
-        module = without_regions_of(program.module(), dict(call.autocast.dtypes))
+        module = program.module()
         if whole is not None:
             whole.restore(module)
         functions.restore(module)
+        module = without_switches(without_effectless(module), call.autocast)
         for node in module.graph.nodes:
             if call.autocast.dtypes and str(node.target) in RECURRENT:
                 raise TypeError(
@@ -144,7 +146,6 @@ def _non_strict(
         for number in chain.from_iterable(map(_numbers, returned[-1].constants)):
             if is_unbacked(number):
                 raise TypeError("forward returns a number that depends on values of tensors")
-        module = without_effectless(module)
         if whole is not None:
             check_sizes(module)
         if places:

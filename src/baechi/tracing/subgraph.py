@@ -3,13 +3,12 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import fx
 
 from baechi.traced.traced_model import Traced
-from baechi.tracing.fx_nodes import target_name
 from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.truth_values import CHECK, check
 from baechi.tracing.workarounds import called_with
@@ -178,33 +177,6 @@ def unsplit_part(traced: Traced, least: float = 0.5) -> str:
     return ""
 
 
-# Blocks of forward that are one operator, and what to do instead.
-_BLOCKS: Final = {
-    "wrap_with_set_grad_enabled": "torch.no_grad(): freeze parameters by requires_grad_(False)",
-    "wrap_with_autocast": "autocast: call the model under it, or decorate its forward with it",
-}
-
-
-def unsplit_block(traced: Traced) -> str:
-    """A sentence about a block of forward that is one operator, with most of the parameters.
-
-    Empty where there is none, or it has fewer than four of them.
-    """
-    graph = traced.module.graph_module.graph
-    kinds = {node.name: _BLOCKS.get(target_name(node), "") for node in graph.nodes}
-    total = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
-    for op in traced.ops:
-        kind = next(filter(None, map(kinds.__getitem__, op.nodes)), "")
-        own = op.trained_bytes + op.frozen_bytes
-        if kind and len(op.parameters) > 3 and 2 * own > total:
-            what, _, advice = kind.partition(": ")
-            return (
-                f"what {traced.name} runs under {what} in its forward, with {own / total:.0%} of "
-                f"its parameters, stays on one device (at {op.source}). Instead, {advice}."
-            )
-    return ""
-
-
 def leaf_copies(
     module: fx.GraphModule, nodes: Iterable[fx.Node], device: torch.device
 ) -> dict[str, torch.nn.Module]:
@@ -219,7 +191,7 @@ def leaf_copies(
 
 
 def located(value: Any, device: torch.device) -> Any:
-    """A graph that an operator runs, such as a block under autocast, as it is on a device.
+    """A graph that an operator runs, such as a branch of `torch.cond`, as it is on a device.
 
     Other values are given back as they are.
     """

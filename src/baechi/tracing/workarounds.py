@@ -172,7 +172,6 @@ class CustomFunctions:
     def restore(self, module: fx.GraphModule) -> None:
         """Give the nodes of an exported graph the functions that they stand for."""
         targets = list(self._targets.values())
-        # Regions without gradients, or with autocast, are modules of their own.
         for part in module.modules():
             if isinstance(part, fx.GraphModule):
                 for node in part.graph.find_nodes(op="call_function", target=held_function):

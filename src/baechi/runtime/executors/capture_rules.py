@@ -19,7 +19,7 @@ from baechi.errors import InputError
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.torch_support.torch_devices import is_allocator_native
-from baechi.tracing.fx_nodes import nodes_inside, op_name, operator_name
+from baechi.tracing.fx_nodes import op_name, operator_name, operator_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import Observer
 
@@ -48,8 +48,6 @@ _SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among
 _SPACED: Final = ("linspace", "logspace")
 _STRIDED: Final = ("as_strided", "as_strided_scatter")
 _INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
-# They run a graph of their own, in line; others decide on the host what runs.
-_WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 # Of a tape that only passes on what it is given; that is no reason to refuse a placement.
 LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
@@ -142,21 +140,19 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
         return "is an opaque module, which may look at values"
     if isinstance(node.target, Observer):
         return f"runs {node.target.title}"
-    if isinstance(node.target, HigherOrderOperator):
-        if node.target.__name__ not in _WRAPPERS:
-            return "decides on the host what runs"
-        inner = (_reason(module, each) for each in _operators(nodes_inside(node)))
-        return next((reason for reason in inner if reason), "")
-    if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
-        return f"is {node.target.namespace}'s own; nobody knows whether it asks the host"
+    target = operator_of(node)
+    if isinstance(target, HigherOrderOperator):
+        return "decides on the host what runs"
+    if isinstance(target, OpOverload) and target.namespace not in ("aten", "prims"):
+        return f"is {target.namespace}'s own; nobody knows whether it asks the host"
     name = operator_name(node).rstrip("_")
     if name in _SIZED and node.kwargs.get("output_size") is None:
         return "takes its size from values"
     spectral = name == "linalg_matrix_norm" and (*node.args, None)[1] in ("nuc", 2, -2)
-    spread = name == "normal" and getattr(node.target, "_overloadname", "").endswith("_Tensor")
+    spread = name == "normal" and getattr(target, "_overloadname", "").endswith("_Tensor")
     if name in _ASKING or spectral or spread:
         return "reads values on the host"
-    if name in _SPACED and "Tensor" in getattr(node.target, "_overloadname", ""):
+    if name in _SPACED and "Tensor" in getattr(target, "_overloadname", ""):
         return "takes its ends from values"
     if name in _INDEXED and _has_mask(module, node):
         return "indexes with a mask, so its size depends on values"

@@ -1,0 +1,60 @@
+"""Casts of autocast that the readers of a weight share, where its cache would let them.
+
+Autocast casts a weight once for all operators that read it, so their gradients are added up in the
+lower precision, and their sum is cast back. On several tapes each would cast for itself. So the
+cast of a weight with several such readers is a node that they share.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from baechi.torch_support.tracer_internals import OpOverload
+
+AUTOCASTING: Final = {
+    "cpu": torch._C.DispatchKey.AutocastCPU,
+    "cuda": torch._C.DispatchKey.AutocastCUDA,
+}
+
+
+def is_cast_once(weight: Any) -> bool:
+    """True if autocast keeps its casts: fp32 leaves that need a gradient and are no views.
+
+    See `cached_cast` in aten/src/ATen/autocast_mode.cpp.
+    """
+    leaf = isinstance(weight, torch.Tensor) and weight.is_leaf and not weight._is_view()
+    return leaf and bool(weight.requires_grad) and weight.dtype == torch.float32
+
+
+def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype]]) -> None:
+    """Let readers of one weight share its cast; code of which nothing is seen may cast, too."""
+    graph = module.graph
+    names: dict[int, list[fx.Node]] = {}  # of each weight
+    for node in graph.find_nodes(op="get_attr") if dtypes else ():
+        weight = attrgetter(str(node.target))(module)
+        if is_cast_once(weight):
+            names.setdefault(id(weight), []).append(node)
+    for nodes in names.values():
+        readers = {reader for node in nodes for reader in node.users}
+        seen = all(isinstance(r.target, OpOverload) or r.op == "output" for r in readers)
+        for kind, dtype in dtypes if seen else ():
+            casting = [r for r in graph.nodes if r in readers and _casts(r, kind, dtype)]
+            if len(casting) > 1:
+                first = casting[0]
+                with graph.inserting_before(first):
+                    cast = graph.call_function(torch.ops.aten.to.dtype, (nodes[0], dtype))
+                cast.meta = {key: first.meta[key] for key in first.meta.keys() - {"val"}}
+                for reader in casting:
+                    for node in nodes:
+                        reader.replace_input_with(node, cast)
+
+
+def _casts(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
+    """True if it is an operator that autocast gives what it reads in a lower precision."""
+    value: Any = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or getattr(value, "dtype", None) != dtype:
+        return False
+    return node.target.has_kernel_for_dispatch_key(AUTOCASTING[kind])
