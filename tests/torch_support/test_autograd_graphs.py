@@ -13,3 +13,4 @@ def test_gradients_are_counted_where_a_graph_ends() -> None:
     assert gradients_sent([nn.functional.rms_norm(x, (8,)) * leaf], ends) == [2, 1]
     assert gradients_sent([leaf * leaf, leaf.sin(), x], ends) == [0, 3]
     assert gradients_sent([torch.ones(1)], ends) == [0, 0]
+    assert gradients_sent([x * leaf], [*ends, ends[0]]) == [1, 1, 1]  # of two names of one tensor

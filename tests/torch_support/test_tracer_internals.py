@@ -207,3 +207,21 @@ def test_what_keeps_attention_from_its_fused_kernel_in_a_trace() -> None:
     Module()(x)
     assert seen[0]
     assert not seen[-1]
+
+
+def test_an_export_keeps_what_switches_modes() -> None:
+    class Switching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                return x @ x
+
+    with internals.switches_kept():
+        graph = torch.export.export(Switching(), (torch.ones(2, 2),), strict=False).module().graph
+    switches = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert switches == [
+        internals.SET_GRADIENTS,
+        internals.ENTER_AUTOCAST,
+        torch.ops.aten.matmul.default,
+        internals.EXIT_AUTOCAST,
+        internals.SET_GRADIENTS,
+    ]

@@ -101,7 +101,7 @@ def test_so_are_those_of_a_family(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Block(nn.Module):
-    """Views, several results, a region without gradients, and one value read twice."""
+    """Views, several results, a block without gradients, and one value read twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,8 +131,7 @@ def test_of_equal_layers_the_first_is_run(
         stack_of(2, *places)
     with counted(monkeypatch) as six:
         stack_of(6, *places)
-    regions = 4  # without gradients: these are graphs of their own, and are run
-    assert len(six) == len(two) + regions
+    assert len(six) == len(two)
 
 
 def test_equal_layers_have_facts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Mixed precision: autocast, gradient scaling, and models in half precision, as unsplit."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -360,42 +358,3 @@ def test_a_decorated_forward_is_split(late: bool | None) -> None:
         with torch.no_grad():
             assert torch.equal(unsplit(*args), split(*args))
     split.unplace()
-
-
-def bf16() -> torch.autocast:
-    """The autocast of a block."""
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-class Frozen(nn.Module):
-    """Most of its layers are in a block of forward."""
-
-    def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self.block = block
-        self.layers, self.last = (
-            nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
-            nn.Linear(8, 2),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.block():
-            x = self.layers(x)
-        return self.last(x.float())
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        (torch.no_grad, ("torch.no_grad() in its forward, with 94%", "requires_grad_(False)")),
-        (bf16, ("autocast in its forward, with 94%", "call the model under it")),
-        (nullcontext, ()),
-    ],
-    ids=["no_grad", "autocast", "none"],
-)
-def test_a_block_with_most_parameters_is_a_remark(block: Any, said: tuple[str, ...]) -> None:
-    module = placed.at_random(Frozen(block), (torch.randn(3, 8),))
-    found = " ".join(module.remarks)
-    assert all(text in found for text in said)
-    assert bool(said) == ("stays on one device" in found)
-    module.unplace()

@@ -36,6 +36,11 @@ def hint(size: Any) -> Any:
     return _plain(size, value)
 
 
+def term_of(size: Any) -> Any:
+    """A number that can be compared without a conclusion for symbolic sizes."""
+    return size.node.expr if isinstance(size, SYMBOLIC) else size
+
+
 def _plain(size: Any, value: Any) -> Any:
     """The value of a symbolic number as Python's own."""
     if isinstance(size, torch.SymBool):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import SYMBOLIC
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, term_of
 from baechi.torch_support.torch_internals import version_of
 from baechi.torch_support.tracer_internals import (
     OpOverload,
@@ -320,7 +320,7 @@ class EffectRecorder(fx.Interpreter):
             if argument not in self._forms:
                 return None
             kind, places = self._forms[argument]
-            rows.append((type(kind), _term(kind)))
+            rows.append((type(kind), term_of(kind)))
             for value, (offset, device) in zip(
                 self._facts.nodes[argument].values, places, strict=True
             ):
@@ -328,7 +328,7 @@ class EffectRecorder(fx.Interpreter):
                 nbytes = self._facts.storages[value.storage].nbytes
                 sizes = [nbytes, offset, *value.shape, *value.stride]
                 rows.append((storage, device, value.dtype, value.requires_grad, len(value.shape)))
-                rows.append(tuple(map(_term, sizes)))
+                rows.append(tuple(map(term_of, sizes)))
         local = {argument: i for i, argument in enumerate(n.all_input_nodes)}
         arguments = fx.node.map_arg((n.args, n.kwargs), lambda node: ("%", local[node]))
         return n.target, repr(arguments), tuple(rows)
@@ -432,11 +432,6 @@ def _of_form(graded: Iterator[bool], value: Any) -> Any:
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return made.requires_grad_().clone() if next(graded) else made
-
-
-def _term(size: Any) -> Any:
-    """A number that can be compared without a conclusion for symbolic sizes."""
-    return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
 def _seen(value: Value) -> tuple[Any, ...]:

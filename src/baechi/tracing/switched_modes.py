@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.symbolic_sizes import term_of
 from baechi.torch_support.tracer_internals import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -71,7 +72,9 @@ class _Switched:
         self._module = module
         self._around = dict(around.dtypes)
         self._modes = Modes(True, self._around)
-        self._shares = around.cached  # whether readers of a weight share its cast
+        self._shares = self._shared_around = (
+            around.cached
+        )  # whether a weight's readers share a cast
         self._entered: list[tuple[Modes, bool]] = []
         self._plain: set[fx.Node] = set()  # those made without gradients
         self._written: set[int | None] = set()  # memory, with them
@@ -103,10 +106,11 @@ class _Switched:
 
     def _settle(self, node: fx.Node) -> None:
         """Let a node run as in the modes of now."""
+        dtypes, shares = self._modes.autocast, self._shares == self._shared_around
         switched = {
             kind: dtype
-            for kind, dtype in self._modes.autocast.items()
-            if dtype != self._around.get(kind)
+            for kind, dtype in dtypes.items()
+            if dtype != self._around.get(kind) or not (dtype is None or shares)
         }
         modes = replace(self._modes, autocast=switched)
         if isinstance(node.target, Observer):
@@ -131,6 +135,7 @@ class _Switched:
             self._written.update(map(memory_in_trace, written_into(node)))
         elif node.target is _ATEN.contiguous.default and _given_back(node) is not None:
             node.target = Under(node.target, modes)  # a copy, where a kernel has another layout
+            found = list(map(self._original, found))
         else:
             found = [self._without_graph(source, node) for source in found]
             self._plain.add(node)
@@ -151,11 +156,14 @@ class _Switched:
         source = self._original(source)
         if not _may_have_graph(source):
             return source
-        if source not in self._cut:
+        cut = self._cut.get(source)
+        if cut is None:
             cut = self._new(_ATEN.detach.default, (source,), source.meta["val"], reader)
             self._plain.add(cut)
-            self._cut[source], self._same[cut] = cut, source
-        return self._cut[source]
+            self._same[cut] = source
+        if source.op != "get_attr":  # each reader of a parameter has one of its own
+            self._cut[source] = cut
+        return cut
 
     def _seen(self, node: fx.Node, switched: Mapping[str, Any]) -> list[torch.dtype | None] | None:
         """The dtypes to which autocast casts what a node reads; None if that is not all."""
@@ -175,17 +183,16 @@ class _Switched:
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         """The cast of what a node reads, which all readers of a weight may share."""
-        weight = attrgetter(str(source.target))(self._module) if source.op == "get_attr" else None
-        lower = dtype in self._modes.autocast.values()
-        key = id(weight) if self._shares and lower and is_cast_once(weight) else -1
-        if key in self._casts:
-            return self._casts[key]
         value = source.meta["val"].to(dtype)
         if not self._modes.gradients:
             source = self._without_graph(source, reader)
-        cast = self._new(_ATEN.to.dtype, (source, dtype), value, reader)
-        if not self._modes.gradients:
+            cast = self._new(_ATEN.to.dtype, (source, dtype), value, reader)
             self._plain.add(cast)
+            return cast
+        weight = attrgetter(str(source.target))(self._module) if source.op == "get_attr" else None
+        lower = dtype in self._modes.autocast.values()
+        key = id(weight) if self._shares and lower and is_cast_once(weight) else -1
+        cast = self._casts.get(key) or self._new(_ATEN.to.dtype, (source, dtype), value, reader)
         if key != -1:
             self._casts[key] = cast
         return cast
@@ -233,8 +240,8 @@ def _given_back(node: fx.Node) -> fx.Node | None:
 def _form(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return object()
-    place = key_of(value.untyped_storage()), value.storage_offset()
-    return place, value.dtype, tuple(value.shape), tuple(value.stride())
+    sizes = (value.storage_offset(), *value.shape, *value.stride())
+    return key_of(value.untyped_storage()), value.dtype, value.ndim, *map(term_of, sizes)
 
 
 def _may_have_graph(node: fx.Node) -> bool:
