@@ -304,3 +304,15 @@ def test_a_family_has_blocks_too() -> None:
             assert not expected.differs_from(actual)
     assert repr(module).endswith("1 specialization)")
     module.unplace()
+
+
+@pytest.mark.slow
+def test_what_casts_inside_is_compiled() -> None:
+    model, x = Program(0, ["bf16"]), torch.randn(8, 16)
+    model.rows = [("bf16", [("inside", 0.9, 0.9), ("linear", 0.9, 0.9)])]
+    module = placed.lazily(model, placer=baechi.RandomPlacer(0), compile=True)
+    loss, _ = module(x)
+    loss.backward()
+    assert module.remarks == ()
+    torch.testing.assert_close(loss, copy.deepcopy(model)(x)[0], rtol=1e-2, atol=1e-2)
+    module.unplace()

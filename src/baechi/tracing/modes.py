@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -41,11 +42,20 @@ class Under:
 
     def __init__(self, operator: Callable[..., Any], modes: Modes) -> None:
         self.operator, self._modes = operator, modes
+        self._run = operator if modes.gradients else torch.no_grad()(operator)
+        for kind, dtype in modes.autocast.items():  # each by itself, as a compiler knows it
+            self._run = partial(_cast, kind, dtype, self._run)
 
     def __repr__(self) -> str:
         return f"{self.operator} under {dict(self._modes.autocast)}"  # in the key of an operator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        with self._modes.applied():
-            return self.operator(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+
+def _cast(
+    kind: str, dtype: torch.dtype | None, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(kind, dtype, dtype is not None, cache_enabled=False):
+        return run(*args, **kwargs)

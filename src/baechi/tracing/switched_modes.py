@@ -72,9 +72,7 @@ class _Switched:
         self._module = module
         self._around = dict(around.dtypes)
         self._modes = Modes(True, self._around)
-        self._shares = self._shared_around = (
-            around.cached
-        )  # whether a weight's readers share a cast
+        self._shares = self._shared_around = around.cached  # whether readers share a weight's cast
         self._entered: list[tuple[Modes, bool]] = []
         self._plain: set[fx.Node] = set()  # those made without gradients
         self._written: set[int | None] = set()  # memory, with them
@@ -121,7 +119,7 @@ class _Switched:
                 f"{node.target} cannot stay whole where forward switches gradients or autocast"
             )
         graded = modes.gradients or node.op == "output"
-        found = [self._original(one) if graded else one for one in occurrences(node)]
+        found = [self._original(one) if graded else one for one in _occurrences(node)]
         if switched and node.op != "output" and not _is_of_numbers(node):
             casts = self._seen(node, switched)
             if casts is None:
@@ -167,7 +165,7 @@ class _Switched:
 
     def _seen(self, node: fx.Node, switched: Mapping[str, Any]) -> list[torch.dtype | None] | None:
         """The dtypes to which autocast casts what a node reads; None if that is not all."""
-        values = [one.meta.get("val") for one in occurrences(node)]
+        values = [one.meta.get("val") for one in _occurrences(node)]
         kinds = {tensor.device.type for tensor in tensors_in(values)}
         if not isinstance(node.target, OpOverload) or not kinds >= switched.keys():
             return None
@@ -190,11 +188,12 @@ class _Switched:
             self._plain.add(cast)
             return cast
         weight = attrgetter(str(source.target))(self._module) if source.op == "get_attr" else None
-        lower = dtype in self._modes.autocast.values()
-        key = id(weight) if self._shares and lower and is_cast_once(weight) else -1
-        cast = self._casts.get(key) or self._new(_ATEN.to.dtype, (source, dtype), value, reader)
-        if key != -1:
-            self._casts[key] = cast
+        shared = self._shares and dtype in self._modes.autocast.values() and is_cast_once(weight)
+        if shared and id(weight) in self._casts:
+            return self._casts[id(weight)]
+        cast = self._new(_ATEN.to.dtype, (source, dtype), value, reader)
+        if shared:
+            self._casts[id(weight)] = cast
         return cast
 
     def _new(self, target: Any, args: tuple[Any, ...], value: Any, reader: fx.Node) -> fx.Node:
@@ -203,7 +202,7 @@ class _Switched:
         return made
 
 
-def occurrences(node: fx.Node) -> list[fx.Node]:
+def _occurrences(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, each as often as it is there."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
@@ -232,7 +231,7 @@ def _given_back(node: fx.Node) -> fx.Node | None:
     if not alike:
         return None
     with enable_python_dispatcher(), torch.no_grad():
-        found = _called(maker, [one.meta.get("val") for one in occurrences(maker)])
+        found = _called(maker, [one.meta.get("val") for one in _occurrences(maker)])
     found = found if maker is node else found[node.args[1]]
     return next((one for one in alike if one.meta["val"] is found), None)
 
