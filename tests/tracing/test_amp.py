@@ -358,3 +358,31 @@ def test_a_decorated_forward_is_split(late: bool | None) -> None:
         with torch.no_grad():
             assert torch.equal(unsplit(*args), split(*args))
     split.unplace()
+
+
+class Remembering(nn.Module):
+    """A recurrent layer, in a forward that `torch.fx` cannot follow."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = nn.Linear(8, 8), kind(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        found, _ = self.layer(x)
+        return self.after(found.float().exp()) if found.dtype.is_floating_point else found
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_under_autocast_stays_whole_where_the_rest_is_split(
+    kind: type[nn.RNNBase],
+) -> None:
+    if not recurrent_in_bf16():
+        pytest.skip("torch has no recurrent layers in bf16 for this CPU")
+    torch.manual_seed(0)
+    model, args = Remembering(kind), (torch.randn(5, 3, 8),)
+    with placed.one_thread(), torch.autocast("cpu", torch.bfloat16):
+        module = placed.at_random(copy.deepcopy(model), args)
+        assert module.traced.rung.endswith("opaque submodules")
+        assert not placed.step(model, args, {}).differs_from(placed.step(module, args, {}))
+    module.unplace()

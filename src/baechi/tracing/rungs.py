@@ -37,6 +37,7 @@ from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.families import Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
+    op_name,
     without_effectless,
     without_layouts,
     without_whole_slices,
@@ -56,7 +57,7 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.switched_modes import without_switches
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
-from baechi.tracing.whole_parts import WholeParts, check_sizes
+from baechi.tracing.whole_parts import PartError, WholeParts, check_sizes
 from baechi.tracing.workarounds import RECURRENT, called_with, checks_kept
 
 
@@ -140,8 +141,9 @@ def _non_strict(
         module = without_switches(without_effectless(module), call.autocast)
         for node in module.graph.nodes:
             if call.autocast.dtypes and str(node.target) in RECURRENT:
-                raise TypeError(
-                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                raise PartError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors",
+                    op_name(node).rpartition("/")[0],
                 )
         for number in chain.from_iterable(map(_numbers, returned[-1].constants)):
             if is_unbacked(number):

@@ -176,7 +176,7 @@ class _Switched:
         if not listed and not is_composite(node.target):
             return [None] * len(values)
         with suppress(Exception):  # where sizes depend on values, and the like
-            return _casts(node, values, self._around, self._modes.autocast)
+            return _casts(node, values, self._around, self._modes.autocast, listed=listed)
         return None
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
@@ -255,13 +255,16 @@ def _casts(
     values: Sequence[Any],
     around: Mapping[str, torch.dtype | None],
     wanted: Mapping[str, torch.dtype | None],
+    *,
+    listed: bool,
 ) -> list[torch.dtype | None] | None:
+    """What is cast of what an operator reads, if autocast lists it; None if something else is."""
     found: list[torch.dtype | None] = [None] * len(values)
     cast, left = list(values), []
     with enable_python_dispatcher(), torch.no_grad():
         for row, source, dtype in _run(node, values, wanted):
             places = [i for i, v in enumerate(values) if v is source and found[i] is None]
-            if dtype is None or not places:
+            if dtype is None or not places or not listed:
                 left.append(row)
             else:
                 found[places[0]] = dtype

@@ -60,6 +60,15 @@ class _Seen(NamedTuple):
 
 
 @final
+class PartError(Exception):
+    """A submodule, of this path, cannot be traced."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+@final
 class WholeParts:
     """The submodules that stay whole in one capture: more of them after each that failed.
 
@@ -82,7 +91,7 @@ class WholeParts:
         """
         parts = [row for row in self._model.named_modules() if not is_torchs(row[1])]
         names = {id(vars(part)): name for name, part in parts if name}
-        found = ""
+        found = error.path if isinstance(error, PartError) else ""
         for frame, _ in traceback.walk_tb(error.__traceback__):
             code = frame.f_code
             if code.co_name == "forward" and code.co_argcount:
