@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, final
 
 import torch
@@ -47,7 +48,11 @@ class Under:
             self._run = partial(_cast, kind, dtype, self._run)
 
     def __repr__(self) -> str:
-        return f"{self.operator} under {dict(self._modes.autocast)}"  # in the key of an operator
+        known = isinstance(self.operator, FunctionType | BuiltinFunctionType)
+        name = (
+            f"{self.operator.__module__}.{self.operator.__qualname__}" if known else self.operator
+        )
+        return f"{name} under {dict(self._modes.autocast)}"  # in the key of an operator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
