@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import baechi
 from baechi.torch_support.tracer_internals import APPLY_IS_NATIVE
 from baechi.tracing.truth_values import CHECK
-from baechi.tracing.workarounds import compact, lstms_in_one
+from baechi.tracing.workarounds import compact, recurrent_in_one
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -280,13 +280,25 @@ def test_who_catches_the_errors_of_all_tracers_is_refused(
 
 
 def test_torch_still_unrolls_lstms() -> None:
-    """If this fails, torch is mended: `workarounds.lstms_in_one` may go."""
+    """If this fails, torch is mended: `workarounds.recurrent_in_one` may go."""
     states, weights = [torch.zeros(1, 2, 4)] * 2, [list(nn.LSTM(4, 4).parameters())]
     given = torch.zeros(3, 2, 4, requires_grad=True), states, weights
     assert decompositions.select_one_layer_lstm_function(*given) is decompositions.one_layer_lstm
-    with lstms_in_one():
+    with recurrent_in_one():
         found = decompositions.select_one_layer_lstm_function(*given)
     assert found is decompositions.mkldnn_one_layer_lstm
+
+
+def test_torch_still_fixes_the_length_of_a_gru() -> None:
+    """If this fails, torch is mended: the half of `workarounds.recurrent_in_one` may go."""
+    layer, x = nn.GRU(4, 4), torch.randn(5, 2, 4)
+    length = {"input": {0: torch.export.Dim("n")}}
+    with pytest.raises(Exception, match="specialized it to be a constant"):
+        torch.export.export(layer, (x,), dynamic_shapes=length, strict=False)
+    with recurrent_in_one():
+        exported = torch.export.export(layer, (x,), dynamic_shapes=length, strict=False).module()
+    x = torch.randn(7, 2, 4)
+    assert torch.equal(exported(x)[0], layer(x)[0])
 
 
 class Layer(nn.LSTM):

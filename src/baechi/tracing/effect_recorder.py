@@ -45,6 +45,7 @@ from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts, NodeFacts, Storage, Value
 from baechi.tracing.observers import Observer
 from baechi.tracing.pytrees import Parts, tensors_in
+from baechi.tracing.recurrent_layers import is_recurrent, kept_of
 from baechi.tracing.truth_values import CHECK
 from baechi.tracing.whole_parts import SIZES
 from baechi.tracing.workarounds import (
@@ -380,17 +381,28 @@ class EffectRecorder(fx.Interpreter):
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
             if any(isinstance(size, SYMBOLIC) for size in sizes):
                 return resized_by_symbols(arguments)
+        if is_recurrent(name, args):
+            return self._recurrent(target, args)
         if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)
-        if name.startswith("aten.lstm.") and _is_symbolic(args[0]):
-            with enable_python_dispatcher():  # its C++ asks for a number of elements
-                return super().call_function(target, args, kwargs)
         result = super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
         if name == "aten.batch_norm.default":
             # Kernels turn the dimensions back, fake tensors do not (torch 2.13;
             # `test_torch_still_keeps_a_norm_turned` fails when it is mended).
             result = result.contiguous(memory_format=suggest_memory_format(args[0]))
+        return result
+
+    def _recurrent(self, layer: Any, args: Sequence[Any]) -> Any:
+        """The results of a recurrent layer that reads symbolic sizes."""
+        kept = kept_of(layer, args)
+        shapes_alone = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda saved: saved)
+        with shapes_alone, enable_python_dispatcher():
+            result = layer(*args)
+        tensors = [*tensors_in(args), *result]
+        self._saved += [self._storage(tensors[i], self._current) for i in kept.tensors]
+        self._saved.append(len(self._facts.storages))
+        self._facts.storages.append(Storage(kept.nbytes, self._current))
         return result
 
     def fetch_attr(self, target: str) -> Any:

@@ -37,7 +37,12 @@ from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, ru
 from baechi.tracing.shared_casts import casts_shared
 from baechi.tracing.side_effects import unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
-from baechi.tracing.workarounds import caches_told, ctc_losses_known, errors_followed, lstms_in_one
+from baechi.tracing.workarounds import (
+    caches_told,
+    ctc_losses_known,
+    errors_followed,
+    recurrent_in_one,
+)
 
 
 def trace(
@@ -121,7 +126,7 @@ def _climb(
         if _takes_no_more(rung, places, whole, asked):
             continue
         try:
-            with quiet(), unchanged(model), ctc_losses_known(), lstms_in_one(), caches_told():
+            with quiet(), unchanged(model), ctc_losses_known(), recurrent_in_one(), caches_told():
                 with errors_followed(), reads_noted(model) as reads:
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:

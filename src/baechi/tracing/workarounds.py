@@ -15,10 +15,11 @@ Sizes of images that are resized (`torch.nn.functional.interpolate`)
     `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
     `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
 
-LSTMs with symbols for sizes
-    The C++ asks for their number of elements, and the decomposition in Python unrolls those with
-    gradients and all in an export, though oneDNN runs these, too: it would fix the length.
-    `test_torch_still_unrolls_lstms` fails when torch is mended.
+Recurrent layers with symbols for sizes
+    Fake tensors run GRUs and plain layers step by step, and so LSTMs with gradients and all in an
+    export, though oneDNN does without: it would fix the length. The shapes of the results need no
+    steps; what autograd keeps is in `recurrent_layers`. `test_torch_still_unrolls_lstms` and
+    `test_torch_still_fixes_the_length_of_a_gru` fail when torch is mended.
 
 The cache of casts of blocks under autocast
     A tracer turns it off, and `torch.autocast` in forward takes that for the state around it.
@@ -316,12 +317,26 @@ def ctc_losses_known() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def lstms_in_one() -> Iterator[None]:
-    """Let fake LSTMs on a CPU be what the real ones are: with gradients and in an export, too."""
-    name, enabled = "select_one_layer_lstm_function", torch.backends.mkldnn.enabled
-    own = getattr(decompositions, name)
+def recurrent_in_one() -> Iterator[None]:
+    """Let fake recurrent layers do without steps.
+
+    LSTMs on a CPU, as the real ones do, with gradients and in an export, too; and others whose
+    number of steps is a symbol.
+    """
+    name, layer = "select_one_layer_lstm_function", "one_layer_rnn"
+    enabled = torch.backends.mkldnn.enabled
+    own, step_by_step = getattr(decompositions, name), getattr(decompositions, layer)
+
+    def at_once(x: Any, hidden: Any, params: Any, biased: Any, *rest: Any, **named: Any) -> Any:
+        if not any(isinstance(size, torch.SymInt) for size in x.shape):
+            return step_by_step(x, hidden, params, biased, *rest, **named)
+        n = hidden.shape[-1]  # the weights of several gates lie one after the other
+        made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
+        return made, hidden + nn.functional.linear(hidden, params[1][:n])
+
     with (
         patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest)),
+        patch.object(decompositions, layer, at_once),
         patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled),
     ):
         yield
