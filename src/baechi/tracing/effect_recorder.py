@@ -71,7 +71,7 @@ _INTS_ALONE: Final = frozenset(
     for name in (
         *("pad", "constant_pad_nd", "rot90", "as_strided_scatter", "baddbmm", "masked_scatter"),
         *("linalg_solve_triangular", "im2col", "col2im", "polar"),
-        *(() if torch.__version__ >= "2.13" else ("matmul",)),
+        *(() if torch.__version__ >= "2.13" else ("matmul", "linear")),
     )
 )
 
