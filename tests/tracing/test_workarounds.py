@@ -141,7 +141,7 @@ def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
 
 
 def test_torch_still_loses_the_backward() -> None:
-    """If this fails, torch is mended: `workarounds.CustomFunctions` may go."""
+    """If this fails, torch is mended: `workarounds.HeldNodes` may go."""
     model, x = Between(custom), X.clone().requires_grad_()
     exported = torch.export.export(model, (x,), strict=False).module()
     (wanted,) = torch.autograd.grad(model(x).sum(), x)
@@ -314,6 +314,32 @@ def test_torch_still_fixes_the_length_of_a_gru() -> None:
         module = exported()
     x = torch.randn(7, 2, 4)
     assert torch.equal(module(x, weights), Gated()(x, weights))
+
+
+class Spaced(nn.Module):
+    """Centers of pixels, as detectors have them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        height, width = x.shape[-2:]
+        y = torch.linspace(0.5, height - 0.5, height, dtype=torch.float32, device=x.device)
+        return x * y[:, None] * torch.linspace(-1, 1, width).exp()
+
+
+def test_one_plan_takes_pixels_of_all_images() -> None:
+    model = Spaced()
+    module = lazily(model)
+    for height, width in ((4, 6), (5, 9), (8, 3), (7, 7), (12, 5)):
+        x = torch.randn(2, height, width)
+        assert torch.equal(module(x), model(x))
+    assert len(module._specializations) == 1
+    module.unplace()
+
+
+def test_torch_still_fixes_the_elements_of_linspace() -> None:
+    """If this fails, torch is mended: `HeldNodes.spaced` may go."""
+    size = {"x": {1: torch.export.Dim("n")}}
+    with pytest.raises(Exception, match="onstant"):
+        torch.export.export(Spaced(), (torch.ones(2, 5, 3),), dynamic_shapes=size, strict=False)
 
 
 class Layer(nn.LSTM):

@@ -381,6 +381,8 @@ class EffectRecorder(fx.Interpreter):
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
             if any(isinstance(size, SYMBOLIC) for size in sizes):
                 return resized_by_symbols(arguments)
+        if name == "aten.linspace.default" and isinstance(args[2], torch.SymInt):
+            return torch.empty(args[2], **kwargs)  # it knows the number as an int
         if is_recurrent(name, args):
             return self._recurrent(target, args)
         if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):

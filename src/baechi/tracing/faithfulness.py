@@ -40,7 +40,7 @@ from baechi.tracing.model_code import OURS, package_of
 from baechi.tracing.observers import FORWARD, observes, recording, serves_inside
 from baechi.tracing.workarounds import (
     CHECKPOINT,
-    CustomFunctions,
+    HeldNodes,
     checkpointed,
     contiguity_read,
     contiguous,
@@ -104,7 +104,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
+def watched(model: nn.Module, mode: GradientMode) -> Iterator[HeldNodes]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
     Yields the custom functions that became nodes. The model's code sees the caller's `mode`.
@@ -114,7 +114,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         TraceError: A hook returned nothing, at the end.
     """
     lost: list[str] = []
-    functions = CustomFunctions(model)
+    functions = HeldNodes(model)
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in FORWARD:
@@ -160,6 +160,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         replace(*VMAP, mapped)
         stack.enter_context(checkpoints_watched(model))
         replace(torch.Tensor, "contiguous", contiguous)
+        replace(torch, "linspace", functions.spaced)
         replace(torch.Tensor, "is_contiguous", contiguity_read)
         replace(torch.Tensor, "stride", strides_read)
         attend = partial(_attended, attention_kernels())

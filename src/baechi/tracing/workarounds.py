@@ -21,6 +21,11 @@ Recurrent layers with symbols for sizes
     steps; what autograd keeps is in `recurrent_layers`. `test_torch_still_unrolls_lstms` and
     `test_torch_still_fixes_the_length_of_a_gru` fail when torch is mended.
 
+`torch.linspace` with a symbol for its number of elements
+    Its schema has an int there, which would fix the size. It is recorded all the same, and fake
+    tensors make an empty one. `test_torch_still_fixes_the_elements_of_linspace` fails when torch is
+    mended.
+
 The cache of casts of blocks under autocast
     A tracer turns it off, and `torch.autocast` in forward takes that for the state around it.
     `test_torch_still_exports_autocast_without_its_cache` fails when torch is mended.
@@ -69,7 +74,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -100,8 +105,8 @@ from baechi.tracing.model_code import OURS, package_of
 
 
 @final
-class CustomFunctions:
-    """The custom autograd functions and observers of one capture, as targets of fx nodes."""
+class HeldNodes:
+    """Custom autograd functions, observers and the like of one capture, as targets of fx nodes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -154,8 +159,7 @@ class CustomFunctions:
     def _record(self, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         with below_export():
             result = self._apply(function, *args, **kwargs)
-        self._target(function)
-        name = str(list(self._targets).index(function))
+        name = self._named(function, self._target(function))
         args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
         node = mode.tracer.create_proxy("call_function", held_function, (name, *args), kwargs)
         track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
@@ -165,10 +169,33 @@ class CustomFunctions:
         """Record a call of an observer with these tensors; below export nothing is to be seen."""
         mode = export_mode()
         if mode is not None:
-            self._targets[observer] = observer
-            name = str(list(self._targets).index(observer))
-            arguments = (name, *map(mode.tracer.unwrap_proxy, tensors))
+            arguments = (self._named(observer, observer), *map(mode.tracer.unwrap_proxy, tensors))
             mode.tracer.create_proxy("call_function", held_function, arguments, {}, name="observe")
+
+    def spaced(
+        self, own: Callable[..., Any], start: Any, end: Any, steps: Any, **options: Any
+    ) -> Any:
+        """`torch.linspace` while a tracer runs: its number of elements may be a symbol."""
+        mode = export_mode()
+        numbers = not any(isinstance(one, torch.Tensor) for one in (start, end))
+        if mode is None or not isinstance(steps, torch.SymInt) or "out" in options or not numbers:
+            return own(start, end, steps, **options)
+        with below_export():
+            result = torch.empty(steps, **options)
+        dtype = {"dtype": options["dtype"]} if options.get("dtype") else {}
+        kwargs = {**dtype, "device": result.device, "pin_memory": False}  # as of a number
+        arguments = self._named(_LINSPACE, _LINSPACE), start, end, steps
+        args = tuple(map(mode.tracer.unwrap_proxy, arguments))
+        node = mode.tracer.create_proxy(
+            "call_function", held_function, args, kwargs, name="linspace"
+        )
+        track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
+        return result
+
+    def _named(self, key: Any, target: Callable[..., Any]) -> str:
+        """What names a target in a trace."""
+        self._targets.setdefault(key, target)
+        return str(list(self._targets).index(key))
 
     def restore(self, module: fx.GraphModule) -> None:
         """Give the nodes of an exported graph the functions that they stand for."""
@@ -187,6 +214,9 @@ class CustomFunctions:
         target.__module__, target.__qualname__ = function.__module__, function.__qualname__
         target.__name__ = function.__name__
         return self._targets.setdefault(function, target)
+
+
+_LINSPACE: Final = torch.ops.aten.linspace.default
 
 
 def contiguous(own: Callable[..., Any], tensor: Any, **kwargs: Any) -> Any:
@@ -321,25 +351,40 @@ def recurrent_in_one() -> Iterator[None]:
     """Let fake recurrent layers do without steps.
 
     LSTMs on a CPU, as the real ones do, with gradients and in an export, too; and others whose
-    number of steps is a symbol.
+    sizes are symbols.
     """
-    name, layer = "select_one_layer_lstm_function", "one_layer_rnn"
+    names = ("select_one_layer_lstm_function", "one_layer_lstm", "one_layer_rnn")
+    choose, lstm, other = (getattr(decompositions, name) for name in names)
     enabled = torch.backends.mkldnn.enabled
-    own, step_by_step = getattr(decompositions, name), getattr(decompositions, layer)
 
-    def at_once(x: Any, hidden: Any, params: Any, biased: Any, *rest: Any, **named: Any) -> Any:
-        if not any(isinstance(size, torch.SymInt) for size in x.shape):
-            return step_by_step(x, hidden, params, biased, *rest, **named)
-        n = hidden.shape[-1]  # the weights of several gates lie one after the other
-        made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
-        return made, hidden + nn.functional.linear(hidden, params[1][:n])
+    def of_lstm(x: Any, states: Any, params: Any, biased: Any, **options: Any) -> Any:
+        if not _has_symbols(x):
+            return lstm(x, states, params, biased, **options)
+        made, last = _at_once(x, states[0], params, biased)
+        cell = nn.functional.linear(states[0], params[1][: states[1].shape[-1]])
+        return made, (last, states[1] + cell)
 
-    with (
-        patch.object(decompositions, name, lambda x, *rest: own(x.detach(), *rest)),
-        patch.object(decompositions, layer, at_once),
-        patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled),
-    ):
+    def of_others(x: Any, state: Any, params: Any, biased: Any, **options: Any) -> Any:
+        own = _at_once if _has_symbols(x) else partial(other, **options)
+        return own(x, state, params, biased)
+
+    patches = (lambda x, *rest: choose(x.detach(), *rest)), of_lstm, of_others
+    with ExitStack() as stack:
+        for name, mine in zip(names, patches, strict=True):
+            stack.enter_context(patch.object(decompositions, name, mine))
+        stack.enter_context(patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled))
         yield
+
+
+def _at_once(x: Any, state: Any, params: Any, biased: Any) -> tuple[Any, Any]:
+    """Results of the shapes of a layer's, which depend on what its own do."""
+    n = state.shape[-1]  # the weights of several gates lie one after the other
+    made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
+    return made, state + nn.functional.linear(state, params[1][:n])
+
+
+def _has_symbols(x: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in x.shape)
 
 
 def caches_told() -> AbstractContextManager[Any]:
