@@ -214,6 +214,30 @@ def test_casts_are_nodes_and_what_casts_inside_runs_under_autocast() -> None:
     assert all(len(node.users) == 2 for node in weights)
 
 
+class Handed(nn.Module):
+    """What a block hands out, in an eager run, is the very tensor that it gets."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        with torch.no_grad():
+            if self.kind == "broadcast":
+                z, _ = torch.broadcast_tensors(y, x)
+            elif self.kind == "written":
+                z = y.mul_(2)
+            else:
+                z = y.float() if self.kind == "float" else y.contiguous()
+        return (z * x).sin(), y.cos()
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "written", "float", "contiguous"])
+def test_what_a_block_hands_out_as_it_is_has_its_gradient(kind: str) -> None:
+    assert_equal_steps(Handed(kind), (torch.randn(3, 8),))
+
+
 class Hooked(Backbone):
     """A hook sees what is in the block."""
 

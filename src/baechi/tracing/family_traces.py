@@ -240,7 +240,8 @@ def _made(
 def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
     """The shapes and strides of what a node yields, `None` for what values of tensors decide."""
     noted = list(tensors_in(node.meta.get("val")))
-    if len(noted) != len(values):  # it has none, as a submodule that stays whole
+    # A submodule that stays whole has none; of an LSTM with projections torch 2.11 has others.
+    if [tensor.dim() for tensor in noted] != [len(value.shape) for value in values]:
         return [(value.shape, value.stride) for value in values]
 
     def known(sizes: Sequence[int], terms: Sequence[Any]) -> tuple[int | None, ...]:
