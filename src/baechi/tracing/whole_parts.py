@@ -166,6 +166,8 @@ class WholeParts:
                 if not name.startswith(_OURS):
                     continue
                 name = name.removeprefix(_OURS)
+                if part is not module:
+                    raise RuntimeError(f"{name} cannot stay whole inside of a branch or a loop")
                 path = f"model.{name}"
                 module.add_submodule(path, self._parts[name])
                 node.op, node.target, node.args = "call_module", path, node.args[1:]
