@@ -18,7 +18,7 @@ class TracedOp:
         key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those with gradients.
-        frozen_bytes: Bytes of the others.
+        frozen_bytes: Bytes of the others, and of casts of parameters that autocast keeps.
         shared_bytes: Bytes of the parameters with gradients that a later op also reads: each
             reader has its own gradient until they are added up.
         saves: Tensors (indices) that autograd saves for its backward.

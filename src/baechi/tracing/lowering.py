@@ -34,6 +34,7 @@ from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
+from baechi.tracing.shared_casts import cached_bytes
 
 
 @final
@@ -98,9 +99,16 @@ def lower(
     rows = lowering.tensors()
     ops = lowering.ops(rows)
     routes = find_routes(facts, parts)
+    nodes = tuple(map(tuple, parts.nodes_of_op))
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
-    nodes = tuple(map(tuple, parts.nodes_of_op))
+    if call.autocast.cached and call.autocast.dtypes:
+        known: set[Any] = set()
+        casts = [cached_bytes(own, facts, call.autocast.dtypes, known) for own in nodes]
+        ops = tuple(
+            replace(op, frozen_bytes=op.frozen_bytes + kept, saved_bytes=op.saved_bytes - saved)
+            for op, (kept, saved) in zip(ops, casts, strict=True)
+        )
     traced = TracedModule(
         model, module, facts, call, returned, nodes, parts.travelling, attributes, routes
     )

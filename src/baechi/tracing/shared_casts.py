@@ -5,7 +5,8 @@ lower precision, and their sum is cast back. On several tapes each would cast fo
 cast of a weight with several such readers is a node that they share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from operator import attrgetter
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ import torch
 from torch import fx
 
 from baechi.torch_support.tracer_internals import OpOverload
+from baechi.tracing.fx_nodes import operator_name
+from baechi.tracing.node_facts import Facts
 
 AUTOCASTING: Final = {
     "cpu": torch._C.DispatchKey.AutocastCPU,
@@ -50,6 +53,44 @@ def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype
                 for reader in casting:
                     for node in nodes:
                         reader.replace_input_with(node, cast)
+
+
+def cached_bytes(
+    nodes: Iterable[fx.Node],
+    facts: Facts,
+    dtypes: Sequence[tuple[str, torch.dtype]],
+    known: set[Any],
+) -> tuple[int, int]:
+    """The bytes of weights' casts that autocast keeps while it is on; what autograd saves of them.
+
+    An eager run, and a worker, hold each to the end of the block under autocast. Those in `known`,
+    which grows, do not count again.
+    """
+    kept = saved = 0
+    for node, (kind, dtype) in product(nodes, dtypes):
+        inside = (facts.storages[storage] for storage in facts.nodes[node].saved)
+        sizes = [storage.nbytes for storage in inside if storage.node is node]
+        for weight in filter(is_cast_once, _weights(node, kind, dtype)):
+            if (id(weight), dtype) in known:
+                continue
+            known.add((id(weight), dtype))
+            nbytes = weight.numel() * dtype.itemsize
+            kept += nbytes
+            if nbytes in sizes:
+                sizes.remove(nbytes)
+                saved += nbytes
+    return kept, saved
+
+
+def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
+    """What a node reads by itself that autocast may cast; of a submodule all parameters."""
+    owner: Any = node.graph.owning_module
+    if node.op == "call_module":
+        return list(owner.get_submodule(str(node.target)).parameters())
+    if not _casts(node, kind, dtype) and not operator_name(node).endswith("_cell"):
+        return []
+    names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
+    return [attrgetter(str(name))(owner) for name in names]
 
 
 def _casts(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
