@@ -32,7 +32,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.runtime.verification import Unsplit, verify
 from baechi.torch_support.graph_capture import CudaRecorder
-from baechi.tracing.workarounds import compact
+from baechi.tracing.recurrent_layers import compact
 
 pytestmark = [
     pytest.mark.gpu,

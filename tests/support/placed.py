@@ -100,6 +100,20 @@ def lazily(model: nn.Module, **options: Any) -> baechi.PlacedModule:
         return baechi.place(model, progress=False, **cheap | options)
 
 
+def assert_as_unsplit(
+    model: nn.Module, args: Sequence[Any], *, seeds: int = 3, devices: int = 2
+) -> baechi.Traced:
+    """Some placements at random take a step as the unsplit model, to the last bit."""
+    with one_thread():
+        traced = baechi.trace(model, args)
+        expected = step(copy.deepcopy(model), args, {})
+        for seed in range(seeds):
+            module = again_at_random(traced, seed=seed, devices=devices)
+            assert not expected.differs_from(step(module, args, {})), seed
+            module.unplace()
+    return traced
+
+
 def one_thread() -> AbstractContextManager[None]:
     """One torch thread here as in the workers: then equal means in every bit."""
     return torch_threads(1)

@@ -12,6 +12,8 @@ import zoo
 from torch import nn
 
 import baechi
+from baechi.tracing import ladder
+from baechi.tracing.family_traces import resized
 
 
 @pytest.mark.parametrize(
@@ -69,13 +71,8 @@ def test_the_gradients_of_casts_are_added_up_as_autocast_s_cache_has_them(
     """In the lower precision if readers of a weight share its cast, else in full precision."""
     torch.manual_seed(0)
     model, args = kind(), tuple(torch.randint(32, (2, 4, 5)))
-    with placed.one_thread(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
-        traced = baechi.trace(model, args)
-        expected = placed.step(copy.deepcopy(model), args, {})
-        for seed in range(6):
-            module = placed.again_at_random(traced, seed=seed, devices=2)
-            assert not expected.differs_from(placed.step(module, args, {})), seed
-            module.unplace()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        placed.assert_as_unsplit(model, args, seeds=6)
 
 
 class Block(nn.Module):
@@ -386,3 +383,14 @@ def test_a_recurrent_layer_under_autocast_stays_whole_where_the_rest_is_split(
         assert module.traced.rung.endswith("opaque submodules")
         assert not placed.step(model, args, {}).differs_from(placed.step(module, args, {}))
     module.unplace()
+
+
+def test_casts_that_autocast_keeps_do_not_count_as_saved_at_other_sizes() -> None:
+    """They count once, for the whole step; the second layer saves its input beside them."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        family = ladder.trace(model, (torch.randn(16, 64),), places=frozenset({(0, 0)}))
+        static = baechi.trace(model, (torch.randn(32, 64),))
+    for traced in (resized(family, (32,)), static):
+        assert sum(op.saved_bytes for op in traced.ops) == 32 * 64 * 2
+        assert sum(op.frozen_bytes for op in traced.ops) == 2 * (64 * 64 + 64) * 2

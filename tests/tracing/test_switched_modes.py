@@ -38,18 +38,6 @@ def module_of(traced: baechi.Traced) -> TracedModule:
     return module
 
 
-def assert_equal_steps(model: nn.Module, args: tuple[Tensor, ...]) -> baechi.Traced:
-    """Some placements at random take a step as the unsplit model, to the last bit."""
-    with placed.one_thread():
-        traced = baechi.trace(model, args)
-        expected = placed.step(copy.deepcopy(model), args, {})
-        for seed in range(3):
-            module = placed.again_at_random(traced, seed=seed, devices=2)
-            assert not expected.differs_from(placed.step(module, args, {})), seed
-            module.unplace()
-    return traced
-
-
 class Backbone(nn.Module):
     """Most of its layers are in a block of forward."""
 
@@ -77,7 +65,7 @@ class Backbone(nn.Module):
     ids=" ".join,
 )
 def test_a_backbone_in_a_block_is_split(blocks: tuple[str, ...]) -> None:
-    traced = assert_equal_steps(Backbone(*blocks), (torch.randn(3, 8),))
+    traced = placed.assert_as_unsplit(Backbone(*blocks), (torch.randn(3, 8),))
     assert max(len(op.parameters) for op in traced.ops) <= 2
     if "enable_grad" not in blocks and "no_grad" in blocks:
         trained = {name for op in traced.ops if op.differentiable for name in op.parameters}
@@ -159,7 +147,7 @@ def test_random_programs_are_as_unsplit(kind: str, around: bool) -> None:
     for seed in range(12):
         model, x = Program(seed, _KINDS[kind]), torch.randn(8, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            split += len(assert_equal_steps(model, (x,)).ops)
+            split += len(placed.assert_as_unsplit(model, (x,)).ops)
     assert split > 12 * 20
 
 
@@ -167,7 +155,7 @@ def test_random_programs_are_as_unsplit(kind: str, around: bool) -> None:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_many_random_programs_are_as_unsplit(kind: str) -> None:
     for seed in range(100, 250):
-        assert_equal_steps(Program(seed, _KINDS[kind]), (torch.randn(8, 16),))
+        placed.assert_as_unsplit(Program(seed, _KINDS[kind]), (torch.randn(8, 16),))
 
 
 class Lost(nn.Module):
@@ -187,7 +175,7 @@ class Lost(nn.Module):
 def test_torch_still_loses_blocks_inside_of_blocks() -> None:
     """Else `tracer_internals.switches_kept` is there for splits alone."""
     model, x = Lost(), torch.randn(3, 8)
-    assert_equal_steps(model, (x,))
+    placed.assert_as_unsplit(model, (x,))
 
     def gradient(module: nn.Module) -> Tensor:
         model.zero_grad()
@@ -202,7 +190,7 @@ def test_torch_still_loses_blocks_inside_of_blocks() -> None:
 def test_casts_are_nodes_and_what_casts_inside_runs_under_autocast() -> None:
     model, x = Program(0, ["bf16"]), torch.randn(8, 16)
     model.rows = [("bf16", [("inside", 0.9, 0.9), ("linear", 0.9, 0.9), ("linear", 0.9, 0.9)])]
-    graph = module_of(assert_equal_steps(model, (x,))).graph_module.graph
+    graph = module_of(placed.assert_as_unsplit(model, (x,))).graph_module.graph
     targets = [node.target for node in graph.nodes]
     assert [str(one) for one in targets if isinstance(one, Under)] == [
         "aten.einsum.default under {'cpu': torch.bfloat16}"
@@ -235,7 +223,7 @@ class Handed(nn.Module):
 
 @pytest.mark.parametrize("kind", ["broadcast", "written", "float", "contiguous"])
 def test_what_a_block_hands_out_as_it_is_has_its_gradient(kind: str) -> None:
-    assert_equal_steps(Handed(kind), (torch.randn(3, 8),))
+    placed.assert_as_unsplit(Handed(kind), (torch.randn(3, 8),))
 
 
 class Hooked(Backbone):
@@ -289,7 +277,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("blocks", [("bf16",), ("bf16", "no_grad"), ("no_grad", "bf16")])
 def test_a_function_of_ones_own_runs_in_its_block(blocks: tuple[str, ...]) -> None:
     x = torch.randn(3, 8)
-    keys = [op.key for op in assert_equal_steps(Own(*blocks), (x,)).ops]
+    keys = [op.key for op in placed.assert_as_unsplit(Own(*blocks), (x,)).ops]
     assert keys == [op.key for op in baechi.trace(Own(*blocks), (x,)).ops]  # without addresses
 
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.torch_support.tracer_internals import APPLY_IS_NATIVE
+from baechi.tracing.recurrent_layers import compact, recurrent_in_one
 from baechi.tracing.truth_values import CHECK
-from baechi.tracing.workarounds import compact, recurrent_in_one
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -280,7 +280,7 @@ def test_who_catches_the_errors_of_all_tracers_is_refused(
 
 
 def test_torch_still_unrolls_lstms() -> None:
-    """If this fails, torch is mended: `workarounds.recurrent_in_one` may go."""
+    """If this fails, torch is mended: `recurrent_layers.recurrent_in_one` may go."""
     states, weights = [torch.zeros(1, 2, 4)] * 2, [list(nn.LSTM(4, 4).parameters())]
     given = torch.zeros(3, 2, 4, requires_grad=True), states, weights
     assert decompositions.select_one_layer_lstm_function(*given) is decompositions.one_layer_lstm
@@ -298,7 +298,7 @@ class Gated(nn.Module):
 
 
 def test_torch_still_fixes_the_length_of_a_gru() -> None:
-    """If this fails, torch is mended: that half of `workarounds.recurrent_in_one` may go."""
+    """If this fails, torch is mended: that half of `recurrent_layers.recurrent_in_one` may go."""
     weights = [parameter.detach() for parameter in nn.GRU(4, 4).parameters()]
     length = {"x": {0: torch.export.Dim("n")}, "weights": [None] * 4}
 

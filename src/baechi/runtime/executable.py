@@ -44,9 +44,9 @@ from baechi.tracing.batch_dimension import BatchDimensions
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import RETURN_IT, has_observers, observers_in, observing
+from baechi.tracing.recurrent_layers import compact
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.truth_values import truth_values_of
-from baechi.tracing.workarounds import compact
 
 _AS_SHORT: Final = 1.01
 _MOST_KEPT: Final = 1024  # compiled modes that are kept
@@ -309,8 +309,8 @@ class Executable:
             rows += (f"schedule and costs are of before a change, which calls see: {changed}.",)
         rows += () if self.dimensions is None else self.dimensions.remarks
         rows += (self.stale,) if self.stale else ()
-        if len(self.places) > 1:
-            rows += tuple(filter(None, (unsplit_part(self.traced),)))
+        if len(self.places) > 1 and (unsplit := unsplit_part(self.traced)):
+            rows += (unsplit,)
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call | Sequence[Call], meter: Meter | None = None) -> Any:

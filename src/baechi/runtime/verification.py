@@ -25,7 +25,7 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.workarounds import compact
+from baechi.tracing.recurrent_layers import compact
 
 # What these give is whatever was in memory.
 _UNWRITTEN: Final = ("empty", "new_empty")

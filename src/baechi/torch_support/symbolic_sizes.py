@@ -36,6 +36,11 @@ def hint(size: Any) -> Any:
     return _plain(size, value)
 
 
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """True if a size of a tensor is symbolic."""
+    return any(isinstance(size, SYMBOLIC) for size in tensor.shape)
+
+
 def term_of(size: Any) -> Any:
     """A number that can be compared without a conclusion for symbolic sizes."""
     return size.node.expr if isinstance(size, SYMBOLIC) else size

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.torch_support.autograd_graphs import gradients_sent
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import SYMBOLIC, term_of
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, has_symbols, term_of
 from baechi.torch_support.torch_internals import version_of
 from baechi.torch_support.tracer_internals import (
     OpOverload,
@@ -385,7 +385,7 @@ class EffectRecorder(fx.Interpreter):
             return torch.empty(args[2], **kwargs)  # it knows the number as an int
         if is_recurrent(name, args):
             return self._recurrent(target, args)
-        if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and _is_symbolic(args[0]):
+        if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and has_symbols(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)
         result = super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
@@ -458,10 +458,6 @@ def _is_plain(row: Any) -> bool:
     if not isinstance(row, torch.Tensor) or row.layout is not torch.strided:
         return False
     return not (row.is_conj() or row.is_neg() or getattr(row, "constant", None) is not None)
-
-
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, SYMBOLIC) for size in tensor.shape)
 
 
 @final

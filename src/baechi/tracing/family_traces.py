@@ -37,7 +37,7 @@ def resized(traced: Traced, values: Sequence[int]) -> Traced:
     assert module.family is not None
     facts = module.family.facts(values)
     parts = Partition(module.graph_module, facts)
-    lowering = Lowering(module.model, module.graph_module, facts, parts)
+    lowering = Lowering(module.model, module.graph_module, facts, parts, module.call)
     rows = lowering.tensors()
     inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
     ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))

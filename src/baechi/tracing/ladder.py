@@ -33,6 +33,7 @@ from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.model_code import own_modules
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
+from baechi.tracing.recurrent_layers import recurrent_in_one
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
 from baechi.tracing.shared_casts import casts_shared
 from baechi.tracing.side_effects import unchanged
@@ -41,7 +42,6 @@ from baechi.tracing.workarounds import (
     caches_told,
     ctc_losses_known,
     errors_followed,
-    recurrent_in_one,
 )
 
 

@@ -34,7 +34,7 @@ from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
-from baechi.tracing.shared_casts import cached_bytes
+from baechi.tracing.shared_casts import cached_casts
 
 
 @final
@@ -95,20 +95,13 @@ def lower(
     for node in reversed(module.graph.nodes):
         if node not in living:
             module.graph.erase_node(node)
-    lowering = Lowering(model, module, facts, parts)
+    lowering = Lowering(model, module, facts, parts, call)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
     routes = find_routes(facts, parts)
-    nodes = tuple(map(tuple, parts.nodes_of_op))
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
-    if call.autocast.cached and call.autocast.dtypes:
-        known: set[Any] = set()
-        casts = [cached_bytes(own, facts, call.autocast.dtypes, known) for own in nodes]
-        ops = tuple(
-            replace(op, frozen_bytes=op.frozen_bytes + kept, saved_bytes=op.saved_bytes - saved)
-            for op, (kept, saved) in zip(ops, casts, strict=True)
-        )
+    nodes = tuple(map(tuple, parts.nodes_of_op))
     traced = TracedModule(
         model, module, facts, call, returned, nodes, parts.travelling, attributes, routes
     )
@@ -139,7 +132,12 @@ class Lowering:
     """The operators and tensors of one partition."""
 
     def __init__(
-        self, model: nn.Module, module: fx.GraphModule, facts: Facts, parts: Partition
+        self,
+        model: nn.Module,
+        module: fx.GraphModule,
+        facts: Facts,
+        parts: Partition,
+        call: Call,
     ) -> None:
         self._module = module
         self._facts = facts
@@ -149,6 +147,8 @@ class Lowering:
         layers = [module for module in model.modules() if _may_fuse(module)]
         self._layer = {id(p): layer for layer in reversed(layers) for p in layer.parameters()}
         values = (value for fact in facts.nodes.values() for value in fact.values)
+        cast = call.autocast.dtypes if call.autocast.cached else ()
+        self._casts = cached_casts(parts.nodes_of_op, facts, cast)
         self._graded = {value.storage for value in values if value.requires_grad}
 
     def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
@@ -331,6 +331,8 @@ class Lowering:
         read = [row for row, _ in tensors if row.consumers or row.kept]
         linked = {op for row in read for op in (row.producer, *row.consumers)}
         owned, groups = self._ownership(linked)
+        for own, casts in zip(owned, self._casts, strict=True):
+            own.frozen += casts.nbytes
         inside = self.saved_inside(tensor_of)
         names: set[str] = set()
         ops = []
@@ -369,13 +371,17 @@ class Lowering:
                 yield from (v.storage for v in self._parts.values(argument) if v.requires_grad)
 
     def saved_inside(self, tensor_of: Mapping[int, int]) -> list[int]:
-        """Bytes that autograd saves of each operator besides tensors between operators."""
+        """Bytes that autograd saves of each operator besides tensors between operators.
+
+        Less casts of weights that autocast keeps anyway.
+        """
         found = []
         for op, nodes in enumerate(self._parts.nodes_of_op):
             saved = dict.fromkeys(s for node in nodes for s in self._facts.nodes[node].saved)
             inside = (s for s in saved if s not in tensor_of and not self._parts.is_source(s))
             inside = (s for s in inside if self._parts.home(s) in (op, None) and self._is_read(op))
-            found.append(sum(self._facts.storages[s].nbytes for s in inside))
+            nbytes = sum(self._facts.storages[s].nbytes for s in inside)
+            found.append(nbytes - self._casts[op].saved_bytes)
         return found
 
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:

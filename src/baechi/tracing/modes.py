@@ -1,7 +1,6 @@
 """Modes of an operator that forward switched on or off around it, gradients and autocast."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -23,16 +22,15 @@ class Modes:
     gradients: bool = True
     autocast: Mapping[str, torch.dtype | None] = field(default_factory=dict)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """These modes, in this thread; autocast without its cache, which all threads share."""
-        with ExitStack() as stack:
-            if not self.gradients:
-                stack.enter_context(torch.no_grad())
-            for kind, dtype in self.autocast.items():
-                state = torch.autocast(kind, dtype, dtype is not None, cache_enabled=False)
-                stack.enter_context(state)
-            yield
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function in these modes, one around the other, as a compiler knows them.
+
+        Autocast is without its cache, which all threads share.
+        """
+        run = function if self.gradients else torch.no_grad()(function)
+        for kind, dtype in self.autocast.items():
+            run = partial(_cast, kind, dtype, run)
+        return run
 
 
 @final
@@ -42,10 +40,7 @@ class Under:
     __name__ = __qualname__ = "under"
 
     def __init__(self, operator: Callable[..., Any], modes: Modes) -> None:
-        self.operator, self._modes = operator, modes
-        self._run = operator if modes.gradients else torch.no_grad()(operator)
-        for kind, dtype in modes.autocast.items():  # each by itself, as a compiler knows it
-            self._run = partial(_cast, kind, dtype, self._run)
+        self.operator, self._modes, self._run = operator, modes, modes.around(operator)
 
     def __repr__(self) -> str:
         known = isinstance(self.operator, FunctionType | BuiltinFunctionType)

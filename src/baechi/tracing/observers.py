@@ -111,8 +111,7 @@ class Observer:
         before = [(t, _version(t)) for t in (*tensors, *self._state())]
         reached = _reached(hook) if self.constants else None
         held = [(t, _version(t)) for t in self.constants if reached and id(t) in reached]
-        with self.modes.applied():
-            returned = hook(self._module, *seen)
+        returned = self.modes.around(hook)(self._module, *seen)
         now = _reached(hook) if held else None
         exchanged = now is not None and any(id(t) not in now for t, _ in held)
         self._stale |= exchanged or any(_version(t) != version for t, version in held)

@@ -1,22 +1,40 @@
-"""What autograd keeps of a recurrent layer that reads symbolic sizes.
+"""Recurrent layers: their shapes and memory where sizes are symbols, and defects of torch.
 
 Torch runs GRUs, and plain recurrent layers, step by step, and keeps tensors for each step. With a
 symbol for the number of steps they cannot be listed. Their bytes are linear in each size of what
-the layer reads, as those of LSTMs are, so they follow from runs at two sizes of each.
+the layer reads, as those of LSTMs are, so they follow from runs at two sizes of each (`kept_of`).
+
+Recurrent layers with symbols for sizes
+    Fake tensors run GRUs and plain layers step by step, and so LSTMs with gradients and all in an
+    export, though oneDNN does without: it would fix the length. The shapes of the results need no
+    steps. `test_torch_still_unrolls_lstms` and `test_torch_still_fixes_the_length_of_a_gru` fail
+    when torch is mended.
+
+Recurrent layers under autocast
+    Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
+    `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
+
+Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
+    A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
+    then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.symbolic_sizes import term_of
-from baechi.torch_support.tracer_internals import FakeTensorMode
+from baechi.torch_support.symbolic_sizes import has_symbols, term_of
+from baechi.torch_support.tracer_internals import FakeTensorMode, decompositions
 
 _LEAST: Final = 3  # the smaller of the two sizes
 
@@ -40,7 +58,7 @@ _LAYERS: Final = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tan
 
 def is_recurrent(name: str, args: Sequence[Any]) -> bool:
     """True if an operator is such a layer."""
-    return name in _LAYERS and any(isinstance(n, torch.SymInt) for n in args[0].shape)
+    return name in _LAYERS and has_symbols(args[0])
 
 
 def kept_of(layer: Any, args: Sequence[Any]) -> Kept:
@@ -91,3 +109,58 @@ def _run(layer: Any, args: Sequence[Any], numbers: Mapping[Any, int]) -> tuple[i
     made = {key_of(tensor.untyped_storage()): tensor for tensor in kept}
     nbytes = sum(made[key].untyped_storage().nbytes() for key in made.keys() - places.keys())
     return nbytes, {places[key] for key in made.keys() & places.keys()}
+
+
+@contextmanager
+def recurrent_in_one() -> Iterator[None]:
+    """Let fake recurrent layers do without steps.
+
+    LSTMs on a CPU, as the real ones do, with gradients and in an export, too; and others whose
+    sizes are symbols.
+    """
+    names = ("select_one_layer_lstm_function", "one_layer_lstm", "one_layer_rnn")
+    choose, lstm, other = (getattr(decompositions, name) for name in names)
+    enabled = torch.backends.mkldnn.enabled
+
+    def of_lstm(x: Any, states: Any, params: Any, biased: Any, **options: Any) -> Any:
+        if not has_symbols(x):
+            return lstm(x, states, params, biased, **options)
+        made, last = _at_once(x, states[0], params, biased)
+        cell = nn.functional.linear(states[0], params[1][: states[1].shape[-1]])
+        return made, (last, states[1] + cell)
+
+    def of_others(x: Any, state: Any, params: Any, biased: Any, **options: Any) -> Any:
+        own = _at_once if has_symbols(x) else partial(other, **options)
+        return own(x, state, params, biased)
+
+    patches = (lambda x, *rest: choose(x.detach(), *rest)), of_lstm, of_others
+    with ExitStack() as stack:
+        for name, mine in zip(names, patches, strict=True):
+            stack.enter_context(patch.object(decompositions, name, mine))
+        stack.enter_context(patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled))
+        yield
+
+
+def _at_once(x: Any, state: Any, params: Any, biased: Any) -> tuple[Any, Any]:
+    """Results of the shapes of a layer's, which depend on what its own do."""
+    n = state.shape[-1]  # the weights of several gates lie one after the other
+    made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
+    return made, state + nn.functional.linear(state, params[1][:n])
+
+
+# Whose fake kernels know nothing of autocast.
+RECURRENT: Final = frozenset(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
+def compact(model: nn.Module) -> None:
+    """Put the weights of each recurrent layer on one GPU into one piece; parameters stay."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            places = {parameter.device for parameter in module.parameters()}
+            if len(places) == 1 and places.pop().type == "cuda":
+                with torch.inference_mode(False):
+                    module.flatten_parameters()

@@ -48,6 +48,7 @@ from baechi.tracing.model_code import symbols_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
+from baechi.tracing.recurrent_layers import RECURRENT
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
@@ -58,7 +59,7 @@ from baechi.tracing.side_effects import (
 from baechi.tracing.switched_modes import without_switches
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.whole_parts import PartError, WholeParts, check_sizes
-from baechi.tracing.workarounds import RECURRENT, called_with, checks_kept
+from baechi.tracing.workarounds import called_with, checks_kept
 
 
 @final

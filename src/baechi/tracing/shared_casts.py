@@ -1,4 +1,4 @@
-"""Casts of autocast that the readers of a weight share, where its cache would let them.
+"""Casts of weights under autocast, which their readers share and its cache keeps.
 
 Autocast casts a weight once for all operators that read it, so their gradients are added up in the
 lower precision, and their sum is cast back. On several tapes each would cast for itself. So the
@@ -6,9 +6,10 @@ cast of a weight with several such readers is a node that they share.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import fx
@@ -44,7 +45,7 @@ def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype
         readers = {reader for node in nodes for reader in node.users}
         seen = all(isinstance(r.target, OpOverload) or r.op == "output" for r in readers)
         for kind, dtype in dtypes if seen else ():
-            casting = [r for r in graph.nodes if r in readers and _casts(r, kind, dtype)]
+            casting = [r for r in graph.nodes if r in readers and _is_cast_for(r, kind, dtype)]
             if len(casting) > 1:
                 first = casting[0]
                 with graph.inserting_before(first):
@@ -55,31 +56,45 @@ def casts_shared(module: fx.GraphModule, dtypes: Sequence[tuple[str, torch.dtype
                         reader.replace_input_with(node, cast)
 
 
-def cached_bytes(
-    nodes: Iterable[fx.Node],
-    facts: Facts,
-    dtypes: Sequence[tuple[str, torch.dtype]],
-    known: set[Any],
-) -> tuple[int, int]:
-    """The bytes of weights' casts that autocast keeps while it is on; what autograd saves of them.
+@final
+@dataclass(frozen=True)
+class CachedCasts:
+    """The casts of weights that autocast keeps while it is on; each is of the first to read it.
 
-    An eager run, and a worker, hold each to the end of the block under autocast. Those in `known`,
-    which grows, do not count again.
+    Attributes:
+        nbytes: Their bytes.
+        saved_bytes: Those of them that autograd saves, too.
     """
-    kept = saved = 0
-    for node, (kind, dtype) in product(nodes, dtypes):
-        inside = (facts.storages[storage] for storage in facts.nodes[node].saved)
-        sizes = [storage.nbytes for storage in inside if storage.node is node]
-        for weight in filter(is_cast_once, _weights(node, kind, dtype)):
-            if (id(weight), dtype) in known:
-                continue
-            known.add((id(weight), dtype))
-            nbytes = weight.numel() * dtype.itemsize
-            kept += nbytes
-            if nbytes in sizes:
-                sizes.remove(nbytes)
-                saved += nbytes
-    return kept, saved
+
+    nbytes: int
+    saved_bytes: int
+
+
+def cached_casts(
+    ops: Iterable[Iterable[fx.Node]], facts: Facts, dtypes: Sequence[tuple[str, torch.dtype]]
+) -> list[CachedCasts]:
+    """The casts of each operator, by its nodes.
+
+    An eager run, and a worker, hold them to the end of the block under autocast.
+    """
+    known: set[tuple[int, torch.dtype]] = set()
+    found = []
+    for nodes in ops:
+        kept = saved = 0
+        for node, (kind, dtype) in product(nodes, dtypes):
+            inside = (facts.storages[storage] for storage in facts.nodes[node].saved)
+            sizes = [storage.nbytes for storage in inside if storage.node is node]
+            for weight in filter(is_cast_once, _weights(node, kind, dtype)):
+                nbytes = weight.numel() * dtype.itemsize
+                if (id(weight), dtype) in known:
+                    continue
+                known.add((id(weight), dtype))
+                kept += nbytes
+                if nbytes in sizes:
+                    sizes.remove(nbytes)
+                    saved += nbytes
+        found.append(CachedCasts(kept, saved))
+    return found
 
 
 def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
@@ -87,13 +102,13 @@ def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
     owner: Any = node.graph.owning_module
     if node.op == "call_module":
         return list(owner.get_submodule(str(node.target)).parameters())
-    if not _casts(node, kind, dtype) and not operator_name(node).endswith("_cell"):
+    if not _is_cast_for(node, kind, dtype) and not operator_name(node).endswith("_cell"):
         return []
     names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
     return [attrgetter(str(name))(owner) for name in names]
 
 
-def _casts(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
+def _is_cast_for(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
     """True if it is an operator that autocast gives what it reads in a lower precision."""
     value: Any = node.meta.get("val")
     if not isinstance(node.target, OpOverload) or getattr(value, "dtype", None) != dtype:

@@ -121,7 +121,7 @@ class _Switched:
         graded = modes.gradients or node.op == "output"
         found = [self._original(one) if graded else one for one in _occurrences(node)]
         if switched and node.op != "output" and not _is_of_numbers(node):
-            casts = self._seen(node, switched)
+            casts = self._dtypes_read(node, switched)
             if casts is None:
                 node.target = Under(node.target, Modes(autocast=switched))  # type: ignore[arg-type]
             else:
@@ -163,7 +163,9 @@ class _Switched:
             self._cut[source] = cut
         return cut
 
-    def _seen(self, node: fx.Node, switched: Mapping[str, Any]) -> list[torch.dtype | None] | None:
+    def _dtypes_read(
+        self, node: fx.Node, switched: Mapping[str, Any]
+    ) -> list[torch.dtype | None] | None:
         """The dtypes to which autocast casts what a node reads; None if that is not all."""
         values = [one.meta.get("val") for one in _occurrences(node)]
         kinds = {tensor.device.type for tensor in tensors_in(values)}
@@ -176,7 +178,7 @@ class _Switched:
         if not listed and not is_composite(node.target):
             return [None] * len(values)
         with suppress(Exception):  # where sizes depend on values, and the like
-            return _casts(node, values, self._around, self._modes.autocast, listed=listed)
+            return _observed(node, values, self._around, self._modes.autocast, listed=listed)
         return None
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
@@ -250,7 +252,7 @@ def _may_have_graph(node: fx.Node) -> bool:
     return node.op != "get_attr" or value.requires_grad
 
 
-def _casts(
+def _observed(
     node: fx.Node,
     values: Sequence[Any],
     around: Mapping[str, torch.dtype | None],
@@ -277,8 +279,8 @@ def _run(
     node: fx.Node, values: Sequence[Any], dtypes: Mapping[str, torch.dtype | None]
 ) -> list[tuple[Any, Any, torch.dtype | None]]:
     """What an operator on such values calls under autocast."""
-    with _Noting() as noted, Modes(autocast=dtypes).applied():
-        _called(node, values)
+    with _Noting() as noted:
+        Modes(autocast=dtypes).around(_called)(node, values)
     rows: list[tuple[Any, Any, torch.dtype | None]] = noted.rows
     return rows
 

@@ -15,12 +15,6 @@ Sizes of images that are resized (`torch.nn.functional.interpolate`)
     `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
     `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
 
-Recurrent layers with symbols for sizes
-    Fake tensors run GRUs and plain layers step by step, and so LSTMs with gradients and all in an
-    export, though oneDNN does without: it would fix the length. The shapes of the results need no
-    steps; what autograd keeps is in `recurrent_layers`. `test_torch_still_unrolls_lstms` and
-    `test_torch_still_fixes_the_length_of_a_gru` fail when torch is mended.
-
 `torch.linspace` with a symbol for its number of elements
     Its schema has an int there, which would fix the size. It is recorded all the same, and fake
     tensors make an empty one. `test_torch_still_fixes_the_elements_of_linspace` fails when torch is
@@ -39,10 +33,6 @@ Checkpoints in checkpoints (`torch.utils.checkpoint`, not reentrant)
     What the outer one does to keep the arguments of the inner one turns gradients off in an export
     for all that follows. A trace keeps nothing, so it leaves checkpoints out (`checkpointed`).
     `test_torch_still_turns_gradients_off_in_nested_checkpoints` fails when torch is mended.
-
-Recurrent layers under autocast
-    Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
-    `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
 
 `torch.vmap`
     An export keeps its parts as functions that enter and leave a level of functorch, between which
@@ -64,17 +54,13 @@ Submodules whose call ends with an error (`torch/fx/_symbolic_trace.py`, `call_m
     An export stays in such a one, and fails at the end of what called it, also where forward
     catches the error (`try: layer(x, mask)`, `except TypeError: layer(x)`).
     `test_torch_still_stays_in_what_failed` fails when torch is mended.
-
-Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
-    A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
-    then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -92,7 +78,6 @@ from baechi.torch_support.tracer_internals import (
     FakeTensor,
     FunctionBase,
     below_export,
-    decompositions,
     export_mode,
     fake_kernels,
     held_function,
@@ -346,47 +331,6 @@ def ctc_losses_known() -> AbstractContextManager[Any]:
     return patch.dict(fake_kernels, {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes})
 
 
-@contextmanager
-def recurrent_in_one() -> Iterator[None]:
-    """Let fake recurrent layers do without steps.
-
-    LSTMs on a CPU, as the real ones do, with gradients and in an export, too; and others whose
-    sizes are symbols.
-    """
-    names = ("select_one_layer_lstm_function", "one_layer_lstm", "one_layer_rnn")
-    choose, lstm, other = (getattr(decompositions, name) for name in names)
-    enabled = torch.backends.mkldnn.enabled
-
-    def of_lstm(x: Any, states: Any, params: Any, biased: Any, **options: Any) -> Any:
-        if not _has_symbols(x):
-            return lstm(x, states, params, biased, **options)
-        made, last = _at_once(x, states[0], params, biased)
-        cell = nn.functional.linear(states[0], params[1][: states[1].shape[-1]])
-        return made, (last, states[1] + cell)
-
-    def of_others(x: Any, state: Any, params: Any, biased: Any, **options: Any) -> Any:
-        own = _at_once if _has_symbols(x) else partial(other, **options)
-        return own(x, state, params, biased)
-
-    patches = (lambda x, *rest: choose(x.detach(), *rest)), of_lstm, of_others
-    with ExitStack() as stack:
-        for name, mine in zip(names, patches, strict=True):
-            stack.enter_context(patch.object(decompositions, name, mine))
-        stack.enter_context(patch.object(torch._C, "_get_mkldnn_enabled", lambda: enabled))
-        yield
-
-
-def _at_once(x: Any, state: Any, params: Any, biased: Any) -> tuple[Any, Any]:
-    """Results of the shapes of a layer's, which depend on what its own do."""
-    n = state.shape[-1]  # the weights of several gates lie one after the other
-    made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
-    return made, state + nn.functional.linear(state, params[1][:n])
-
-
-def _has_symbols(x: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in x.shape)
-
-
 def caches_told() -> AbstractContextManager[Any]:
     """Let blocks under autocast have the cache that is on or off here, unless they say which."""
     cached, own = torch.is_autocast_cache_enabled(), torch.autocast.__init__
@@ -553,24 +497,6 @@ def resized_by_symbols(arguments: Mapping[str, Any]) -> Any:
     each = [None] * len(spatial) if scales is None else scales
     nearest = getattr(torch.ops.aten, f"upsample_nearest{len(spatial)}d").default
     return nearest(image, sizes, *each)
-
-
-# Whose fake kernels know nothing of autocast.
-RECURRENT: Final = frozenset(
-    f"aten.{name}.{overload}"
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for overload in ("input", "data")
-)
-
-
-def compact(model: nn.Module) -> None:
-    """Put the weights of each recurrent layer on one GPU into one piece; parameters stay."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            places = {parameter.device for parameter in module.parameters()}
-            if len(places) == 1 and places.pop().type == "cuda":
-                with torch.inference_mode(False):
-                    module.flatten_parameters()
 
 
 def called_with(
