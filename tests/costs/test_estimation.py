@@ -21,6 +21,7 @@ from baechi.costs.estimation import (
     SEEN,
     UNSEEN,
     UNSEEN_BACKWARD,
+    _recurrent_bytes,
     rescaled,
     rounded_classes,
     workloads,
@@ -556,3 +557,23 @@ def test_on_lanes_an_operator_takes_t_max_1_k_u():
         assert four == pytest.approx(alone * max(1, 4 * share), rel=1e-3)
         assert (two == four == alone) == (size == sizes[0])
     assert baechi.estimate(traced, f"{KIND}, 2 lanes").kind == f"{KIND}, 2 lanes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(20, 8, 64, 64), (7, 30, 300, 100), (50, 3, 100, 256)])
+def test_what_onednn_keeps_of_an_lstm_is_counted(dtype, sizes):
+    steps, batch, width, hidden = sizes
+    x, entering, again, bias, state = (
+        torch.zeros(shape, dtype=dtype)
+        for shape in (
+            *((steps, batch, width), (4 * hidden, width), (4 * hidden, hidden)),
+            *((4 * hidden,), (1, batch, hidden)),
+        )
+    )
+    options = (False, [], 2, hidden, 1, True, False, False, True)
+    layer = torch.ops.aten.mkldnn_rnn_layer.default
+    try:
+        *_, kept = layer(x, entering, again, bias, bias, state, state, *options)
+    except RuntimeError:
+        pytest.skip("oneDNN has no recurrent layers in this dtype for this CPU")
+    assert kept.nbytes <= _recurrent_bytes(x, entering, again) <= 1.35 * kept.nbytes

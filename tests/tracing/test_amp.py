@@ -268,7 +268,7 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
-    """If this fails, torch is mended: `workarounds.RECURRENT` can go."""
+    """If this fails, torch is mended: `recurrent_layers.has_own_dtypes` may go."""
     if not recurrent_in_bf16():
         pytest.skip("torch has no recurrent layers in bf16 for this CPU")
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
@@ -371,18 +371,47 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_under_autocast_stays_whole_where_the_rest_is_split(
-    kind: type[nn.RNNBase],
-) -> None:
+def test_a_recurrent_layer_under_autocast_is_an_operator(kind: type[nn.RNNBase]) -> None:
     if not recurrent_in_bf16():
         pytest.skip("torch has no recurrent layers in bf16 for this CPU")
     torch.manual_seed(0)
     model, args = Remembering(kind), (torch.randn(5, 3, 8),)
     with placed.one_thread(), torch.autocast("cpu", torch.bfloat16):
         module = placed.at_random(copy.deepcopy(model), args)
-        assert module.traced.rung.endswith("opaque submodules")
+        assert module.traced.rung == "torch.export (non-strict)"
         assert not placed.step(model, args, {}).differs_from(placed.step(module, args, {}))
     module.unplace()
+
+
+class Starting(nn.Module):
+    """A layer whose kernel, of fp16 beside fp32, gives fp16 without gradients, and fp32 with them.
+
+    Its fake kernel knows one of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.after = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return self.after(self.layer(x.half(), (state, state))[0].float().exp())
+
+
+def test_a_layer_whose_dtypes_a_trace_does_not_know_stays_whole() -> None:
+    model, args = Starting(), (torch.randn(5, 3, 8), torch.randn(1, 3, 8))
+    with torch.autocast("cpu", torch.float16):
+        try:
+            with torch.no_grad():
+                model(*args)
+        except RuntimeError:
+            pytest.skip("torch has no recurrent layers in fp16 for this CPU")
+        traced = baechi.trace(copy.deepcopy(model), args)
+        assert any("other dtypes" in attempt.reason for attempt in traced.attempts)
+        for gradients in (True, False):
+            module = placed.at_random(copy.deepcopy(model), args)
+            with torch.set_grad_enabled(gradients), placed.one_thread():
+                assert torch.equal(module(*args), model(*args))
+            module.unplace()
 
 
 def test_casts_that_autocast_keeps_do_not_count_as_saved_at_other_sizes() -> None:
@@ -394,3 +423,19 @@ def test_casts_that_autocast_keeps_do_not_count_as_saved_at_other_sizes() -> Non
     for traced in (resized(family, (32,)), static):
         assert sum(op.saved_bytes for op in traced.ops) == 32 * 64 * 2
         assert sum(op.frozen_bytes for op in traced.ops) == 2 * (64 * 64 + 64) * 2
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_casts_of_a_recurrent_layer_count_once_at_all_sizes(kind: type[nn.RNNBase]) -> None:
+    if not recurrent_in_bf16():
+        pytest.skip("torch has no recurrent layers in bf16 for this CPU")
+    model = kind(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        family = ladder.trace(model, (torch.randn(4, 3, 8),), places=frozenset({(0, 0)}))
+        static = baechi.trace(model, (torch.randn(9, 3, 8),))
+    (found,), (known,) = (
+        {(op.saved_bytes, op.frozen_bytes) for op in traced.ops if op.frozen_bytes}
+        for traced in (resized(family, (9,)), static)
+    )
+    assert found == known
+    assert known[1] == sum(2 * weight.numel() for weight in model.parameters())

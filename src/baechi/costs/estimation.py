@@ -332,20 +332,23 @@ def _counted(
 def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tensor) -> int:
     """At most what oneDNN's LSTM keeps inside, of which a fake one shows nothing.
 
-    Gates of every step, and rows of states and of their gradients, 6 as wide as the input and 5 as
-    the state, in seven regions of whole pages. Fitted to what oneDNN asks for (torch 2.13).
+    Gates of every step, and rows of states and, in fp32, of their gradients, as wide as the input
+    and as the state, in seven regions of whole pages. Fitted to what oneDNN asks for (torch 2.13),
+    after `set_conf` in its `rnn_utils.hpp`.
     """
     steps, batch, _ = x.shape
     gates, width = entering.shape
-    hidden, line = again.shape[1], 64 // x.element_size()
+    hidden, size = again.shape[1], x.element_size()
 
-    def padded(n: int) -> int:
+    def padded(n: int, size: int) -> int:
+        line = 64 // size
         row = -(-n // line) * line
         return row if row % 256 else row + line  # oneDNN's `get_good_ld`
 
-    states = 6 * padded(max(width, hidden)) + 5 * padded(hidden)
-    count = batch * (steps * padded(gates) + (steps + 1) * states)
-    return count * x.element_size() + 7 * 4096
+    wide = max(width, hidden)
+    states = 2 * size * padded(wide, size) + 4 * 4 * padded(wide, 4)
+    states += (2 * size + 3 * 4) * padded(hidden, size)
+    return batch * (steps * size * padded(gates, size) + (steps + 1) * states) + 7 * 4096
 
 
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:

@@ -37,15 +37,13 @@ from baechi.torch_support.torch_internals import (
     refusals,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import op_and_line, op_name
+from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.guards import Autocast
 from baechi.tracing.observers import observers_in
+from baechi.tracing.recurrent_layers import RECURRENT
 from baechi.validation import check_is
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
-
-# torch.compile refuses their modules; taken apart, they can fail when they run (torch 2.13).
-_RECURRENT: Final = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 
 # Warnings of torch while it compiles that no caller can avoid: it reads `.grad` of inputs, and uses
 # its own deprecated parts.
@@ -146,7 +144,8 @@ class CompiledTape:
         if observer is not None:
             self._refuse(f"it runs {observer.title}")
             return
-        recurrent = [node.name for node in nodes if str(node.target).startswith(_RECURRENT)]
+        # Their modules are refused, and taken apart they can fail when they run (torch 2.13).
+        recurrent = [node.name for node in nodes if operator_name(node) in RECURRENT]
         if recurrent:
             self._refuse(f"torch does not compile RNN, GRU or LSTM, and {recurrent[0]} is one")
 

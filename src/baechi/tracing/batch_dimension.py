@@ -39,6 +39,7 @@ from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts
+from baechi.tracing.recurrent_layers import RECURRENT
 
 Shape = tuple[int, ...]
 _MIXED: Final = -1  # the "dimension" of a value whose shape grows in another way
@@ -74,7 +75,6 @@ _BATCH_NORMS: Final = frozenset(
         *("_native_batch_norm_legit", "_batch_norm_with_update"),
     )
 )
-_RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 @final
@@ -302,7 +302,7 @@ class _Rows:
             along = given[names[0]] if names else -1 if name in ("topk", "sort") else 0
             if dim in [each % rank for each in _listed(along) if isinstance(each, int)]:
                 self._refuse(node, "it couples the samples, along the dimension of the batch")
-        elif name in _RECURRENT:
+        elif name in RECURRENT:
             self._check_recurrent(node, bool(given.get("batch_first", False)))
         elif name == "index":
             self._check_index(node, source, _listed(given["indices"]))

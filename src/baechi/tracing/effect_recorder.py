@@ -403,8 +403,9 @@ class EffectRecorder(fx.Interpreter):
             result = layer(*args)
         tensors = [*tensors_in(args), *result]
         self._saved += [self._storage(tensors[i], self._current) for i in kept.tensors]
-        self._saved.append(len(self._facts.storages))
-        self._facts.storages.append(Storage(kept.nbytes, self._current))
+        for nbytes in kept.nbytes:
+            self._saved.append(len(self._facts.storages))
+            self._facts.storages.append(Storage(nbytes, self._current))
         return result
 
     def fetch_attr(self, target: str) -> Any:

@@ -11,7 +11,8 @@ Recurrent layers with symbols for sizes
     when torch is mended.
 
 Recurrent layers under autocast
-    Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
+    Fake tensors may have other dtypes than kernels give (`has_own_dtypes`): those of an LSTM that
+    torch unrolls, and all on a GPU, where cuDNN is given fp16.
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
 
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
@@ -20,16 +21,18 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations, product
+from operator import and_
 from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from baechi.torch_support.storages import key_of
@@ -45,15 +48,17 @@ class Kept:
     """What autograd keeps of a layer.
 
     Attributes:
-        nbytes: Of what is made inside; a symbol where sizes are symbols.
+        nbytes: Of each tensor made inside whose bytes depend on no size, as of weights' casts; and
+            of all others together, a symbol where sizes are symbols.
         tensors: The indices of those that it gets or gives, first all of its arguments.
     """
 
-    nbytes: Any
+    nbytes: tuple[Any, ...]
     tensors: tuple[int, ...]
 
 
-_LAYERS: Final = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+_LAYERS: Final = tuple(f"aten.{name}.input" for name in sorted(RECURRENT))
 
 
 def is_recurrent(name: str, args: Sequence[Any]) -> bool:
@@ -61,33 +66,60 @@ def is_recurrent(name: str, args: Sequence[Any]) -> bool:
     return name in _LAYERS and has_symbols(args[0])
 
 
+def has_own_dtypes(layer: fx.Node) -> bool:
+    """True if a layer's kernel gives the dtypes of its fake one, with gradients and without.
+
+    Where it does not run, neither does the model.
+    """
+
+    def small(value: torch.Tensor, *sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes or value.shape, dtype=value.dtype, device=value.device)
+
+    args: list[Any] = list(fx.node.map_arg(layer.args, lambda node: node.meta["val"]))
+    if layer.target._overloadname != "input":  # type: ignore[union-attr]
+        return False
+    args[0] = small(args[0], 1, 1, args[0].shape[-1])
+    args[1] = pytree.tree_map(lambda state: small(state, len(state), 1, state.shape[-1]), args[1])
+    args[2], args[5] = [small(weight).requires_grad_() for weight in args[2]], 0.0
+    dtypes = [value.dtype for value in layer.meta["val"]]
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), suppress(RuntimeError):
+            if [value.dtype for value in layer.target(*args)] != dtypes:  # type: ignore[operator]
+                return False
+    return True
+
+
 def kept_of(layer: Any, args: Sequence[Any]) -> Kept:
     """What autograd keeps of a layer, from runs on fake tensors of other sizes."""
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     sizes = {term_of(n): n for tensor in tensors for n in tensor.shape if type(n) is not int}
     symbols = list(sizes)
-    found: dict[frozenset[Any], int] = {}
+    found: dict[frozenset[Any], Counter[int]] = {}
     known: set[int] = set()
     for more in product((0, 1), repeat=len(symbols)):
         larger = frozenset(term for term, one in zip(symbols, more, strict=True) if one)
         numbers = {term: _LEAST + (term in larger) for term in symbols}
         found[larger], kept = _run(layer, args, numbers)
         known |= kept
+    fixed = reduce(and_, found.values())
+    others = {larger: sum((made - fixed).elements()) for larger, made in found.items()}
     nbytes: Any = 0
     for count in range(len(symbols) + 1):
         for chosen in map(frozenset, combinations(symbols, count)):
             # What these sizes add together, beyond what fewer of them do.
-            step = sum((-1) ** (len(chosen) - len(few)) * found[few] for few in _subsets(chosen))
+            step = sum((-1) ** (len(chosen) - len(few)) * others[few] for few in _subsets(chosen))
             nbytes += step * math.prod(sizes[term] - _LEAST for term in chosen)
-    return Kept(nbytes, tuple(sorted(known)))
+    return Kept((*fixed.elements(), nbytes), tuple(sorted(known)))
 
 
 def _subsets(terms: frozenset[Any]) -> list[frozenset[Any]]:
     return [frozenset(few) for n in range(len(terms) + 1) for few in combinations(terms, n)]
 
 
-def _run(layer: Any, args: Sequence[Any], numbers: Mapping[Any, int]) -> tuple[int, set[int]]:
-    """The bytes that a run keeps inside, and which of its arguments and results it keeps."""
+def _run(
+    layer: Any, args: Sequence[Any], numbers: Mapping[Any, int]
+) -> tuple[Counter[int], set[int]]:
+    """The bytes of what a run keeps inside, and which of its arguments and results it keeps."""
     given: list[torch.Tensor] = []  # and, in the end, made
     kept: list[torch.Tensor] = []
 
@@ -107,8 +139,8 @@ def _run(layer: Any, args: Sequence[Any], numbers: Mapping[Any, int]) -> tuple[i
             given += layer(*own)
     places = {key_of(tensor.untyped_storage()): i for i, tensor in enumerate(given)}
     made = {key_of(tensor.untyped_storage()): tensor for tensor in kept}
-    nbytes = sum(made[key].untyped_storage().nbytes() for key in made.keys() - places.keys())
-    return nbytes, {places[key] for key in made.keys() & places.keys()}
+    sizes = Counter(made[key].untyped_storage().nbytes() for key in made.keys() - places.keys())
+    return sizes, {places[key] for key in made.keys() & places.keys()}
 
 
 @contextmanager
@@ -121,19 +153,11 @@ def recurrent_in_one() -> Iterator[None]:
     names = ("select_one_layer_lstm_function", "one_layer_lstm", "one_layer_rnn")
     choose, lstm, other = (getattr(decompositions, name) for name in names)
     enabled = torch.backends.mkldnn.enabled
-
-    def of_lstm(x: Any, states: Any, params: Any, biased: Any, **options: Any) -> Any:
-        if not has_symbols(x):
-            return lstm(x, states, params, biased, **options)
-        made, last = _at_once(x, states[0], params, biased)
-        cell = nn.functional.linear(states[0], params[1][: states[1].shape[-1]])
-        return made, (last, states[1] + cell)
-
-    def of_others(x: Any, state: Any, params: Any, biased: Any, **options: Any) -> Any:
-        own = _at_once if has_symbols(x) else partial(other, **options)
-        return own(x, state, params, biased)
-
-    patches = (lambda x, *rest: choose(x.detach(), *rest)), of_lstm, of_others
+    patches = (
+        lambda x, *rest: choose(x.detach(), *rest),
+        partial(_at_once, lstm),
+        partial(_at_once, other),
+    )
     with ExitStack() as stack:
         for name, mine in zip(names, patches, strict=True):
             stack.enter_context(patch.object(decompositions, name, mine))
@@ -141,19 +165,15 @@ def recurrent_in_one() -> Iterator[None]:
         yield
 
 
-def _at_once(x: Any, state: Any, params: Any, biased: Any) -> tuple[Any, Any]:
-    """Results of the shapes of a layer's, which depend on what its own do."""
-    n = state.shape[-1]  # the weights of several gates lie one after the other
-    made = nn.functional.linear(x, params[0][:n], params[2][:n] if biased else None)
-    return made, state + nn.functional.linear(state, params[1][:n])
-
-
-# Whose fake kernels know nothing of autocast.
-RECURRENT: Final = frozenset(
-    f"aten.{name}.{overload}"
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for overload in ("input", "data")
-)
+def _at_once(
+    layer: Callable[..., Any], x: torch.Tensor, state: Any, *rest: Any, **options: Any
+) -> Any:
+    """What a layer gives, where the number of steps is a symbol by a single one."""
+    several = has_symbols(x)
+    made, last = layer(x[0].unsqueeze(0) if several else x, state, *rest, **options)
+    # Torch 2.11 has one dimension more.
+    last = pytree.tree_map(lambda one, given: one.view(given.shape), last, state)
+    return made.expand(x.shape[0], -1, -1).contiguous() if several else made, last
 
 
 def compact(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.families import Place, dynamic_shapes, numbers_among
 from baechi.tracing.fx_nodes import (
     op_name,
+    operator_name,
     without_effectless,
     without_layouts,
     without_whole_slices,
@@ -48,7 +49,7 @@ from baechi.tracing.model_code import symbols_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
-from baechi.tracing.recurrent_layers import RECURRENT
+from baechi.tracing.recurrent_layers import RECURRENT, has_own_dtypes
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
@@ -140,8 +141,8 @@ def _non_strict(
             whole.restore(module)
         functions.restore(module)
         module = without_switches(without_effectless(module), call.autocast)
-        for node in module.graph.nodes:
-            if call.autocast.dtypes and str(node.target) in RECURRENT:
+        for node in module.graph.nodes if call.autocast.dtypes else ():
+            if operator_name(node) in RECURRENT and not has_own_dtypes(node):
                 raise PartError(
                     f"{node.target} gives other dtypes with {call.autocast} than its fake tensors",
                     op_name(node).rpartition("/")[0],

@@ -17,6 +17,7 @@ from torch import fx
 from baechi.torch_support.tracer_internals import OpOverload
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.node_facts import Facts
+from baechi.tracing.recurrent_layers import RECURRENT
 
 AUTOCASTING: Final = {
     "cpu": torch._C.DispatchKey.AutocastCPU,
@@ -102,7 +103,8 @@ def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
     owner: Any = node.graph.owning_module
     if node.op == "call_module":
         return list(owner.get_submodule(str(node.target)).parameters())
-    if not _is_cast_for(node, kind, dtype) and not operator_name(node).endswith("_cell"):
+    name = operator_name(node)
+    if not (_is_cast_for(node, kind, dtype) or name in RECURRENT or name.endswith("_cell")):
         return []
     names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
     return [attrgetter(str(name))(owner) for name in names]
