@@ -763,7 +763,7 @@ class Parts(nn.Module):
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> Any:
         length, lengths, x = x.shape[1], self.lengths(x, given), self.before(x)
         x = sum(self.after(x[:, :n].relu()).sum(1) for n in lengths) / float(given.sum())
-        x = x / torch.tensor([length, length * 0.5]) + torch.tensor(length)
+        x = x / torch.tensor([length, length * 0.5]) + torch.as_tensor([(length,)])
         whole = torch.zeros(len(given), dtype=int)  # type: ignore[call-overload]
         return {"x": x.new_zeros(int(given.max()) + 1, 2).index_add(0, given + whole, x)}
 

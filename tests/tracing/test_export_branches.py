@@ -4,7 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache, wraps
 from typing import Any
 
 import pytest
@@ -718,3 +718,40 @@ def test_memory_that_nobody_wrote_is_not_known() -> None:
     model = Branching(lambda _: bool((torch.empty_like(torch.arange(5)) > 100).any()))
     traced = baechi.trace(model, (torch.zeros(2, 5),))
     assert "data-dependent" in traced.attempts[0].reason
+
+
+def keeping(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """Keep results, but in an export, as transformers does with positions and anchors."""
+    kept = lru_cache(function)
+
+    @wraps(function)
+    def asks(length: int) -> Tensor:
+        return function(length) if is_compiling() else kept(length)
+
+    return asks
+
+
+@keeping
+def positions(length: int) -> Tensor:
+    return torch.arange(length) / length
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(self.inner(x) + positions(x.shape[1])[:, None])
+        return found
+
+
+def test_what_a_function_keeps_of_earlier_calls_is_computed() -> None:
+    unsplit = Positioned()
+    module = lazily(copy.deepcopy(unsplit), placer=baechi.RandomPlacer(0))
+    for length in (5, 8, 5, 9):
+        x = torch.randn(2, length, 4)
+        assert torch.equal(unsplit(x), module(x))  # the first leaves its positions for the second
+        assert torch.equal(unsplit(x), module(x))
+    assert len(module._specializations) == 1
+    module.unplace()

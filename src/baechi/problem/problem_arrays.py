@@ -28,6 +28,8 @@ LIMIT: Final = 2**62
 _LISTED: Final = 8
 # Maximum number of names searched for one like an unknown one, at about 20 us each.
 _SEARCHED: Final = 5_000
+# Maximum number of parts that a problem keeps; a search asks for the same few again and again.
+_MOST_PARTS: Final = 16
 
 
 @final
@@ -201,7 +203,18 @@ class Problem:
         idle = any(
             name and busy[name] < self.lanes[at] for at, name in zip(used, names, strict=True)
         )
-        return self.within(used) if idle else self
+        if not idle:
+            return self
+        found = self._parts.get(tuple(used))
+        if found is None:
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts.clear()
+            found = self._parts[tuple(used)] = self.within(used)
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], "Problem"]:
+        return {}  # by the devices in use
 
     @cached_property
     def at_full_speed(self) -> "Problem":

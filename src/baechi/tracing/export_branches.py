@@ -8,11 +8,12 @@ like, which return the flag.
 What forward asks of values is answered from those that are known (`known_values`).
 """
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, final
 from unittest.mock import patch
 
@@ -149,9 +150,18 @@ class _Flag(int):
         if threading.get_ident() != self.thread:
             return False
         asker = sys._getframe(1)
-        if package_of(asker) == "torch":
+        if package_of(asker) == "torch" or _keeps_results(asker):
             return True
         return self.branches.answer(asker.f_code, asker.f_lasti)
+
+
+def _keeps_results(asker: FrameType) -> bool:
+    """True if the asker has a function with `functools.lru_cache`, which an export does without.
+
+    By what earlier calls left there, one size would have other operators than the next.
+    """
+    values = asker.f_locals.values()
+    return any(isinstance(value, functools._lru_cache_wrapper) for value in values)
 
 
 @contextmanager

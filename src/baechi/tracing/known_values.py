@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from baechi.torch_support.symbolic_sizes import hint, is_backed
+from baechi.torch_support.symbolic_sizes import SYMBOLIC, hint, is_backed
 from baechi.torch_support.torch_internals import version_of
 from baechi.torch_support.tracer_internals import (
     FunctionMode,
@@ -151,6 +151,10 @@ class KnownValues(FunctionMode):
         if made and _are_scalars(*args) and kwargs.keys() <= {"dtype", "device"}:
             stacked = self.run(torch.stack, args, {})  # it would read the data of fake tensors
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
+        if func is torch.as_tensor and len(args) == 1 and _has_symbols(args[0]):
+            func = (
+                torch.tensor
+            )  # which an export lets make tensors of symbols; the other fixes them
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         if func in _SIZED_AS and len(args) == 2 and self._row(args[0]) is not None:
@@ -382,6 +386,13 @@ class KnownValues(FunctionMode):
         fx.node.map_arg(nodes, found.append)
         writes = any(map(version_of, copies))
         return result, self.questions.made(func, nodes, writes) if found else None
+
+
+def _has_symbols(rows: Any) -> bool:
+    """True if it is a list, maybe of lists, with a symbol for a number."""
+    if isinstance(rows, list | tuple):
+        return any(map(_has_symbols, rows))
+    return isinstance(rows, SYMBOLIC)
 
 
 def _are_scalars(rows: Any = None) -> bool:
