@@ -799,6 +799,26 @@ def test_a_product_of_sizes_chooses_no_strides() -> None:
     assert plans == 1
 
 
+class Cropped(nn.Module):
+    """Cuts off what padding added, which here is nothing, as image models do."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again, self.inner = again, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        length, x = x.shape[1], self.inner(x)
+        return {"x": x[:, :length, : x.shape[2]], **({"y": x.cos()} if self.again else {})}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_slice_of_all_makes_no_plan(again: bool) -> None:
+    torch.manual_seed(0)
+    calls = [(torch.randn(3, length, 4),) for length in (4, 6, 10)]
+    plans, _ = run_beside(Cropped(again=again), calls)
+    assert plans == 1
+
+
 def test_what_values_choose_is_expected_to_be_the_examples_part_of_it() -> None:
     torch.manual_seed(0)
     model, one = Neighbours(), graphs_of(9, 20, 3)

@@ -135,7 +135,7 @@ def _program(
     Of the arguments the first that are given; the others carry numbers. Strides do not count:
     operators choose them when they run, and with symbols torch may take another memory format for
     a pooled map of 1 x 1. What follows from them counts: other operators, or other storages. A
-    slice of all is an alias, and one without a gradient is what it is of.
+    slice of all is an alias, and it is what it is of, unless gradients are added up there.
 
     Two traces of one call agree in more than is compared. If `exact`, so do those of two calls:
     what the graph holds counts by its value, or, as a function, by its identity; graphs inside of
@@ -177,7 +177,7 @@ def _program(
         if number or node not in alive or node in carriers:
             continue
         is_alias = _is_alias(node, facts)
-        if is_alias and not fact.values[0].requires_grad:
+        if is_alias and not (fact.values[0].requires_grad and _has_other_readers(node, facts)):
             names[node] = show(node.args[0])
             continue
         given = node.args[:1] if is_alias else _arguments(node, facts)
@@ -250,6 +250,13 @@ def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
 
     pairs = zip(values, noted, strict=True)
     return [(known(v.shape, t.shape), known(v.stride, t.stride())) for v, t in pairs]
+
+
+def _has_other_readers(alias: fx.Node, facts: Facts) -> bool:
+    """True if more than the alias reads what it is of."""
+    (source,) = alias.all_input_nodes[:1]
+    readers = (reader for reader in source.users if reader is not alias)
+    return any(reader.op == "output" or facts.nodes[reader].values for reader in readers)
 
 
 def _is_alias(node: fx.Node, facts: Facts) -> bool:
