@@ -1,12 +1,12 @@
 """Recurrent layers have one plan for all lengths, with the memory of each."""
 
 import copy
-from itertools import product
 from typing import Any, Final
 
 import placed
 import pytest
 import torch
+from seeds import covering, some
 from torch import Tensor, nn
 
 import baechi
@@ -47,7 +47,7 @@ def saved_bytes(facts: Facts) -> int:
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*product(_KINDS, _OPTIONS), (nn.LSTM, {"proj_size": 4})],
+    [*covering(_KINDS, _OPTIONS), (nn.LSTM, {"proj_size": 4})],
     ids=lambda row: row.__name__ if isinstance(row, type) else ", ".join(row) or "plain",
 )
 def test_one_plan_takes_all_lengths_and_batches(
@@ -72,7 +72,7 @@ def test_one_plan_takes_all_lengths_and_batches(
     module.unplace()
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", some(_KINDS, 2))
 def test_a_peak_is_that_of_the_largest_call(kind: type[nn.RNNBase]) -> None:
     model = Reading(kind, {"num_layers": 2, "dropout": 0.3})
     module = placed.lazily(model, placer="single", costs="measure")

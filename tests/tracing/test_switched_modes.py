@@ -9,6 +9,7 @@ from typing import Any, Final
 import placed
 import pytest
 import torch
+from seeds import covering
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -139,8 +140,7 @@ _KINDS: Final = {
 }
 
 
-@pytest.mark.parametrize("around", [False, True], ids=["plain", "in bf16"])
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "around"), covering([*_KINDS], [False, True]))
 def test_random_programs_are_as_unsplit(kind: str, around: bool) -> None:
     """Of 100 like these torch.export's own blocks gave 19 other gradients, and three no trace."""
     split = 0
