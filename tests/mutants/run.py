@@ -59,7 +59,8 @@ class Copy:
         self._core = Path(core.origin)
         self._put(self._core)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        self._env = {**os.environ, "PYTHONPATH": str(self.tree / "src"), "PATH": path}
+        own = {"PYTHONPATH": str(self.tree / "src"), "PATH": path, "OMP_NUM_THREADS": "1"}
+        self._env = {**os.environ, **own}  # as `make test` runs them
         where = self._do(sys.executable, "-c", "import baechi._core; print(baechi._core.__file__)")
         assert str(self.tree) in where, f"the tests would run {where}; is baechi editable?"
 
