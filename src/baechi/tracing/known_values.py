@@ -152,9 +152,7 @@ class KnownValues(FunctionMode):
             stacked = self.run(torch.stack, args, {})  # it would read the data of fake tensors
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
         if func is torch.as_tensor and len(args) == 1 and _has_symbols(args[0]):
-            func = (
-                torch.tensor
-            )  # which an export lets make tensors of symbols; the other fixes them
+            func = torch.tensor  # in an export it takes symbols, where the other fixes them
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         if func in _SIZED_AS and len(args) == 2 and self._row(args[0]) is not None:
