@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1070,7 +1071,10 @@ class Resized(nn.Module):
         resized = nn.functional.interpolate(self.positions, inner.shape[-2:], mode="bicubic")
         larger = nn.functional.interpolate(inner, x.shape[-2:], mode="bilinear", align_corners=True)
         twice = nn.functional.interpolate(inner[None], scale_factor=2, mode="trilinear")
-        return {"x": inner * resized, "larger": larger, "twice": twice}
+        resize = partial(nn.functional.interpolate, antialias=True)
+        smooth = resize(self.positions, inner.shape[-2:], mode="bicubic")
+        smaller = resize(inner, scale_factor=0.6, mode="bilinear")
+        return {"x": inner * resized * smooth, "larger": larger, "twice": twice, "y": smaller}
 
 
 def test_images_of_any_size_that_are_resized_have_a_family() -> None:

@@ -376,7 +376,7 @@ class EffectRecorder(fx.Interpreter):
         name = str(target)
         if name.startswith(SIZES) and self._example is not None:
             return None  # its fake kernel takes no symbols (2.13)
-        if name.startswith("aten.upsample_") and name.endswith(".vec"):
+        if name.startswith(("aten.upsample_", "aten._upsample_")) and name.endswith(".vec"):
             arguments = schema_arguments(target, args, kwargs)
             sizes = (*arguments["input"].shape, *(arguments["output_size"] or ()))
             if any(isinstance(size, SYMBOLIC) for size in sizes):

@@ -12,7 +12,8 @@ CTC losses with tensors for lengths (https://github.com/pytorch/pytorch/issues/1
     loss itself has the right shape. `test_torch_still_lacks_the_shapes` fails when torch is mended.
 
 Sizes of images that are resized (`torch.nn.functional.interpolate`)
-    `upsample_*.vec` in C++ makes ints of its input's sizes, which were symbols before.
+    `upsample_*.vec` in C++, with antialiasing `_upsample_*`, makes ints of its input's sizes, which
+    were symbols before.
     `test_torch_still_fixes_the_sizes_of_images` fails when torch is mended.
 
 `torch.linspace` with a symbol for its number of elements
@@ -485,7 +486,7 @@ def _ctc_shapes(
 
 
 def resized_by_symbols(arguments: Mapping[str, Any]) -> Any:
-    """What is like the result of `upsample_*.vec`; its C++ makes ints of symbolic sizes (2.13).
+    """What is like the result of `upsample_*.vec`, whose C++ makes ints of symbolic sizes (2.13).
 
     It is that of the nearest neighbours: of the same sizes, layout and dtype, and autograd keeps no
     tensor for either. What torch has in Python for others expands by ints, too.
