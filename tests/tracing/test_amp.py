@@ -268,7 +268,7 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
-    """If this fails, torch is mended: `recurrent_layers.has_own_dtypes` may go."""
+    """If this fails, torch is mended: `recurrent_layers.gives_traced_dtypes` may go."""
     if not recurrent_in_bf16():
         pytest.skip("torch has no recurrent layers in bf16 for this CPU")
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)

@@ -332,9 +332,9 @@ def _counted(
 def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tensor) -> int:
     """At most what oneDNN's LSTM keeps inside, of which a fake one shows nothing.
 
-    Gates of every step, and rows of states and, in fp32, of their gradients, as wide as the input
-    and as the state, in seven regions of whole pages. Fitted to what oneDNN asks for (torch 2.13),
-    after `set_conf` in its `rnn_utils.hpp`.
+    Gates of every step, and rows as wide as the input and as the state, in seven regions of whole
+    pages. Cells' states and all gradients of states are in fp32 (`set_conf` in `rnn_utils.hpp`).
+    Fitted to what oneDNN asks for (torch 2.13).
     """
     steps, batch, _ = x.shape
     gates, width = entering.shape
@@ -347,7 +347,7 @@ def _recurrent_bytes(x: torch.Tensor, entering: torch.Tensor, again: torch.Tenso
 
     wide = max(width, hidden)
     states = 2 * size * padded(wide, size) + 4 * 4 * padded(wide, 4)
-    states += (2 * size + 3 * 4) * padded(hidden, size)
+    states += (size + 4 * 4) * padded(hidden, size)
     return batch * (steps * size * padded(gates, size) + (steps + 1) * states) + 7 * 4096
 
 

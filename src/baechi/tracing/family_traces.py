@@ -254,8 +254,7 @@ def _known(node: fx.Node, values: Sequence[Value]) -> list[tuple[Any, Any]]:
 
 def _has_other_readers(alias: fx.Node, facts: Facts) -> bool:
     """True if more than the alias reads what it is of."""
-    (source,) = alias.all_input_nodes[:1]
-    readers = (reader for reader in source.users if reader is not alias)
+    readers = (reader for reader in alias.all_input_nodes[0].users if reader is not alias)
     return any(reader.op == "output" or facts.nodes[reader].values for reader in readers)
 
 

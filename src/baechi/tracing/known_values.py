@@ -151,7 +151,7 @@ class KnownValues(FunctionMode):
         if made and _are_scalars(*args) and kwargs.keys() <= {"dtype", "device"}:
             stacked = self.run(torch.stack, args, {})  # it would read the data of fake tensors
             return self.run(torch.Tensor.to, (stacked,), kwargs) if kwargs else stacked
-        if func is torch.as_tensor and len(args) == 1 and _has_symbols(args[0]):
+        if func is torch.as_tensor and len(args) == 1 and _lists_symbols(args[0]):
             func = torch.tensor  # in an export it takes symbols, where the other fixes them
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
@@ -386,10 +386,10 @@ class KnownValues(FunctionMode):
         return result, self.questions.made(func, nodes, writes) if found else None
 
 
-def _has_symbols(rows: Any) -> bool:
+def _lists_symbols(rows: Any) -> bool:
     """True if it is a list, maybe of lists, with a symbol for a number."""
     if isinstance(rows, list | tuple):
-        return any(map(_has_symbols, rows))
+        return any(map(_lists_symbols, rows))
     return isinstance(rows, SYMBOLIC)
 
 

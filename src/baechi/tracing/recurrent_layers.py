@@ -11,8 +11,8 @@ Recurrent layers with symbols for sizes
     when torch is mended.
 
 Recurrent layers under autocast
-    Fake tensors may have other dtypes than kernels give (`has_own_dtypes`): those of an LSTM that
-    torch unrolls, and all on a GPU, where cuDNN is given fp16.
+    Fake tensors may have other dtypes than kernels give (`gives_traced_dtypes`): those of an LSTM
+    that torch unrolls, and all on a GPU, where cuDNN is given fp16 (`AutocastRNN.cpp`).
     `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
 
 Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
@@ -58,7 +58,7 @@ class Kept:
 
 
 RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-_LAYERS: Final = tuple(f"aten.{name}.input" for name in sorted(RECURRENT))
+_LAYERS: Final = frozenset(f"aten.{name}.input" for name in RECURRENT)
 
 
 def is_recurrent(name: str, args: Sequence[Any]) -> bool:
@@ -66,18 +66,18 @@ def is_recurrent(name: str, args: Sequence[Any]) -> bool:
     return name in _LAYERS and has_symbols(args[0])
 
 
-def has_own_dtypes(layer: fx.Node) -> bool:
-    """True if a layer's kernel gives the dtypes of its fake one, with gradients and without.
+def gives_traced_dtypes(layer: fx.Node) -> bool:
+    """True if a layer's kernel gives the dtypes of the trace, with gradients and without.
 
-    Where it does not run, neither does the model.
+    It runs a single step on zeros. Where it does not run, neither does the model.
     """
 
     def small(value: torch.Tensor, *sizes: int) -> torch.Tensor:
         return torch.zeros(sizes or value.shape, dtype=value.dtype, device=value.device)
 
-    args: list[Any] = list(fx.node.map_arg(layer.args, lambda node: node.meta["val"]))
-    if layer.target._overloadname != "input":  # type: ignore[union-attr]
+    if str(layer.target) not in _LAYERS:  # of sequences that are packed, of which nothing is known
         return False
+    args: list[Any] = list(fx.node.map_arg(layer.args, lambda node: node.meta["val"]))
     args[0] = small(args[0], 1, 1, args[0].shape[-1])
     args[1] = pytree.tree_map(lambda state: small(state, len(state), 1, state.shape[-1]), args[1])
     args[2], args[5] = [small(weight).requires_grad_() for weight in args[2]], 0.0

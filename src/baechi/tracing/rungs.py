@@ -49,7 +49,7 @@ from baechi.tracing.model_code import symbols_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
-from baechi.tracing.recurrent_layers import RECURRENT, has_own_dtypes
+from baechi.tracing.recurrent_layers import RECURRENT, gives_traced_dtypes
 from baechi.tracing.side_effects import (
     OutsideTensors,
     buffers_kept,
@@ -142,7 +142,7 @@ def _non_strict(
         functions.restore(module)
         module = without_switches(without_effectless(module), call.autocast)
         for node in module.graph.nodes if call.autocast.dtypes else ():
-            if operator_name(node) in RECURRENT and not has_own_dtypes(node):
+            if operator_name(node) in RECURRENT and not gives_traced_dtypes(node):
                 raise PartError(
                     f"{node.target} gives other dtypes with {call.autocast} than its fake tensors",
                     op_name(node).rpartition("/")[0],
