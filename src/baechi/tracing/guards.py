@@ -15,7 +15,6 @@ asks of it.
 import argparse
 import copy
 import dataclasses
-import dis
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from torch import nn
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
-from baechi.tracing.model_code import OURS, codes_of, functions_of, is_torchs
+from baechi.tracing.model_code import OURS, codes_of, functions_of, globals_read, is_torchs
 
 _KINDS: Final = ("cpu", "cuda")
 
@@ -457,9 +456,9 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
         for code in codes_of(function.__code__):
             named = {name: vars(home)[name] for name in code.co_names if name in vars(home)}
             values = {name: value for name, value in named.items() if not callable(value)}
-            for row in dis.get_instructions(code) if values else ():
-                if row.opname == "LOAD_GLOBAL" and row.argval in values:
-                    found.setdefault(home, {})[row.argval] = values[row.argval]
+            for _, name, _ in globals_read(code) if values else ():
+                if name in values:
+                    found.setdefault(home, {})[name] = values[name]
     return [*((home.__name__, home, row) for home, row in found.items()), *cells]
 
 
