@@ -654,7 +654,10 @@ class Layers(nn.Module):
 
 
 @NEWER
-@pytest.mark.parametrize(("masked", "modes"), [(True, [False]), (False, [False, True])])
+@pytest.mark.parametrize(
+    ("masked", "modes"),
+    [pytest.param(True, [False], marks=pytest.mark.slow), (False, [False, True])],
+)
 def test_fused_layers_are_fused_where_an_eager_run_fuses_them(
     masked: bool, modes: list[bool]
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from placed import cpus
+from seeds import some
 from torch import Tensor, nn
 
 import baechi
@@ -297,7 +298,7 @@ class Routed(nn.Module):
         return self.last(self.experts(x, self.gate(x).argmax(-1)))
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("measured", some([True, False], 2))
 def test_which_experts_are_hit_does_not_decide_what_is_counted(measured: bool) -> None:
     torch.manual_seed(0)
     model, x = Routed(), torch.randn(16, 32)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from placed import again_at_random, at_random, lazily, one_thread, step
+from seeds import some
 from torch import Tensor, nn
 
 import baechi
@@ -281,7 +282,7 @@ def assert_one_step(unsplit: nn.Module, placed: nn.Module, args: tuple[Tensor, .
 SHAPES = ((2, 6), (3, 6), (3, 9), (5, 4), (2, 6))
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", some([True, False], 2))
 def test_there_is_one_plan_for_all_sizes_of_what_stays_whole(training: bool) -> None:
     unsplit, model = (AtAnySize().train(training) for _ in range(2))
     with one_thread():
@@ -308,11 +309,11 @@ def test_other_sizes_of_what_stays_whole_have_plans_of_their_own(kind: str, said
     remarks: list[str] = []
     with one_thread():
         placed = lazily(model, placer=baechi.RandomPlacer(1), max_shapes=4)
-        for shape in ((2, 6), (2, 9), (2, 4), (2, 6)):
+        for shape in ((2, 6), (2, 9), (2, 6)):
             args = (torch.randn(*shape, 8), torch.randn(shape))
             assert_one_step(unsplit, placed, args)
             remarks += placed.remarks
-        assert len(placed._specializations) == 3
+        assert len(placed._specializations) == 2
         assert any("a plan for each shape" in remark for remark in remarks)
         with pytest.raises(TraceError, match=said):
             trace(AtAnySize(kind), args, places=frozenset({(0, 1), (1, 1)}))
