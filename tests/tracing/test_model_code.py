@@ -1,6 +1,9 @@
 """Builtins in a model's code that are others while it is traced."""
 
+import dis
+import gc
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, ClassVar
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baechi import TraceError, trace
-from baechi.tracing.model_code import called_by
+from baechi.tracing.model_code import called_by, codes_of, globals_read
 
 
 def rounded(value: Any) -> int:
@@ -55,6 +58,17 @@ def test_calls_alone_go_elsewhere_and_come_back() -> None:
     with pytest.raises(ZeroDivisionError), called_by(model, {"int": integer}):
         raise ZeroDivisionError
     assert rounded.__code__ is code
+
+
+def test_what_functions_read_of_global_variables_is_what_dis_says() -> None:
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType][:500]
+    seen = 0
+    for code in {code for each in [*functions, scope["many"]] for code in codes_of(each.__code__)}:
+        rows = [row for row in dis.get_instructions(code) if row.opname == "LOAD_GLOBAL"]
+        expected = [(row.offset, row.argval, bool(row.arg and row.arg & 1)) for row in rows]
+        assert list(globals_read(code)) == expected
+        seen += len(expected)
+    assert seen > 200
 
 
 class Lazily(nn.Module):
