@@ -124,6 +124,7 @@ def globals_read(code: CodeType) -> Iterator[tuple[int, str, bool]]:
         argument = text[2 * at + 1]
         if at and operations[at - 1] == dis.EXTENDED_ARG:
             argument += text[2 * at - 1] << 8
+        # The lowest bit says that what is loaded is called.
         yield 2 * at, code.co_names[argument >> 1], bool(argument & 1)
         at = operations.find(_LOAD_GLOBAL, at + 1)
 
