@@ -6,11 +6,14 @@ Everything private of `torch.fx.experimental` that Baechi uses stands here, seen
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv
+from sympy.core.expr import Expr
+from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.printers import PythonPrinter
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -97,6 +100,29 @@ def compiled(symbols: Sequence[Any], terms: Iterable[Any]) -> Callable[..., tupl
     except SyntaxError as error:
         raise ValueError(f"sizes cannot be written in Python: {error}") from error
     return function
+
+
+@contextmanager
+def short_terms() -> Iterator[None]:
+    """Spare sympy most of its work with the terms of sizes, while a model is traced.
+
+    What pads a size to a multiple of a number gets a term of which torch sees that: it does not of
+    ``x + (q - x % q) % q``, so each view of its windows had a longer term than the last, and it
+    does of ``(x + q - 1) // q * q``. And each term is asked once whether it is a number.
+    """
+    rest_of: Any = Mod.eval
+    is_number = property(lru_cache(maxsize=None)(Expr.is_number.fget))
+
+    def evaluated(_: type[Mod], number: Any, modulus: Any) -> Any:
+        rest = modulus - number
+        if modulus.is_Integer and isinstance(rest, Mod) and rest.args[1] == modulus:
+            size = rest.args[0]
+            return modulus * FloorDiv(size + modulus - 1, modulus) - size
+        return rest_of(number, modulus)
+
+    evaluating = patch.object(Mod, "eval", classmethod(evaluated))
+    with evaluating, patch.object(Expr, "is_number", is_number):
+        yield
 
 
 @final

@@ -19,6 +19,7 @@ from torch import fx, nn
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.storages import extent
+from baechi.torch_support.symbolic_sizes import short_terms
 from baechi.torch_support.tracer_internals import quiet, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
@@ -94,6 +95,7 @@ def trace(
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         if places:
+            stack.enter_context(short_terms())
             return _climb(model, call, mode, places, like, of_part)
         # What shares memory and is only read is as good as apart, and then it is placed apart.
         apart = replace(call, tensors=_copied(call.tensors))
