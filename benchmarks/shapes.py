@@ -44,6 +44,14 @@ def llama(layers: int) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
 
 
+def swin() -> nn.Module:
+    """A Swin of four stages of two layers, of width 16 at first."""
+    from transformers import SwinConfig, SwinModel
+
+    torch.manual_seed(0)
+    return SwinModel(SwinConfig(embed_dim=16, depths=[2] * 4, num_heads=[1] * 4)).eval()
+
+
 def placed(model: nn.Module, **options: Any) -> Any:
     """The model, cut in the middle at least."""
     given = {"costs": "estimate", "progress": False, "placer": "round-robin", **options}
@@ -71,6 +79,15 @@ def new_shape(layers: int) -> tuple[float, float]:
         later += [seconds(partial(state.root.specializations.find, call)) for _ in range(20)]
     module.unplace()
     return statistics.median(first), statistics.median(later)
+
+
+def family(model: nn.Module, one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """Seconds that the first call takes, and the first of another size, which plans for all."""
+    module = placed(model, training=model.training)
+    with torch.set_grad_enabled(model.training):
+        took = seconds(partial(module, one)), seconds(partial(module, other))
+    module.unplace()
+    return took
 
 
 def mixture(layers: int, rounds: int = 7) -> tuple[float, float, float]:
@@ -135,6 +152,13 @@ def main() -> None:
     first, later = new_shape(12)
     print(f"a new shape, 12 layers, the first time   {first * 1e3:8.1f} ms")
     print(f"the same shape later                     {later * 1e6:8.1f} us")
+    lengths = (torch.randint(3, 500, (4, n)) for n in LENGTHS[:2])
+    sizes = (torch.randn(1, 3, n, n) for n in (256, 288))
+    for what, times in (
+        ("a second length, 12 layers", family(gpt2(12).train(), *lengths)),
+        ("a second size of images, a Swin", family(swin(), *sizes)),
+    ):
+        print(f"{what:41}{times[1]:8.1f} s, the first {times[0]:.1f}")
     one, own, eager = mixture(4)
     print(f"7 lengths in turns / at one length       {one:8.2f}, unsplit {eager:.2f}")
     print(f"7 lengths in turns / with a plan each    {own:8.2f}")

@@ -1117,3 +1117,37 @@ def test_rotary_positions_of_complex_numbers_have_families() -> None:
         args = ids_of(2, n), (torch.arange(2 * n).view(2, n) > 2).long()
         check_equal(step(module, *args), step(unsplit, *args))
     assert n_plans(module) == 1
+
+
+class ByLength(nn.Module):
+    """Takes another way from four rows on, and from eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        way = self.ways[0 if n < 4 else 1 if n < 8 else 2]
+        return way(x).softmax(1).flatten(1)
+
+
+def test_a_family_is_traced_once_at_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    symbolic = []
+
+    def traced(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Any:
+        if options.get("places"):
+            symbolic.append(kwargs["x"].shape[1])
+        return trace(model, args, kwargs, **options)
+
+    monkeypatch.setattr("baechi.tracing.ladder.trace", traced)
+    torch.manual_seed(0)
+    unsplit = ByLength()
+    module = lazily(copy.deepcopy(unsplit), placer="round-robin")
+    for n in (2, 5, 6, 9, 12, 3):
+        x = torch.randn(2, n, 4)
+        check_equal([module(x)], [unsplit(x)])
+    # Each length that no family takes, and the first one's, which could have been of one more.
+    assert sorted(symbolic) == [2, 3, 5, 9]
+    assert n_plans(module) == 3
+    module.unplace()

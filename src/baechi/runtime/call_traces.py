@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -44,6 +45,10 @@ class CallTraces:
         self._given_up: dict[Any, str] = {}
         # Where one call's sizes were fixed, perhaps by a branch for these alone.
         self._fixed_once: set[Any] = set()
+        # Families that were traced at the calls of plans for one shape, by what would be symbols.
+        self._families: WeakKeyDictionary[Executable, dict[Any, Traced | None]] = (
+            WeakKeyDictionary()
+        )
 
     def trace(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
         """The trace of a call: of its family where calls of its kind have had other sizes."""
@@ -77,7 +82,8 @@ class CallTraces:
                 if True not in same:
                     static = static or trace(model, args, kwargs)
                     same.append(is_same(traced, static))
-                    traced = _of_earlier(model, call, kin, trace, static, places) or traced
+                    at = partial(self._at_earlier, model, trace, places)
+                    traced = _of_earlier(call, kin, static, at) or traced
                 if False not in same:
                     return traced
                 reason = "with symbols for sizes, it runs other operators"
@@ -88,6 +94,22 @@ class CallTraces:
         self._given_up[kind] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
         return static
+
+    def _at_earlier(
+        self,
+        model: nn.Module,
+        trace: Callable[..., Traced],
+        places: frozenset[Place],
+        special: Executable,
+    ) -> Traced | None:
+        """The family that is traced at the call of a plan for one shape; None if there is none."""
+        known = self._families.setdefault(special, {})
+        if places not in known:
+            call, known[places] = special.module.call, None
+            args, kwargs = call.structure.fill(call.tensors)
+            with suppress(TraceError):
+                known[places] = trace(model, args, kwargs, places=places)
+        return known[places]
 
     def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
         """The sizes and numbers that are symbols: declared, or other ones in earlier calls."""
@@ -148,27 +170,22 @@ def _beyond(
 
 
 def _of_earlier(
-    model: nn.Module,
     call: Call,
     kin: Sequence[Executable],
-    trace: Callable[..., Traced],
     static: Traced,
-    places: frozenset[Place],
+    family_at: Callable[[Executable], Traced | None],
 ) -> Traced | None:
     """The family of an earlier call that takes this one by its own trace, if its own takes none.
 
     Where a guard holds from these sizes on, as of a window, the one of smaller sizes takes more.
     """
     for special in kin:
-        before = special.module.call
-        if special.family is None and special.holds() and differing(before, call):
-            args, kwargs = before.structure.fill(before.tensors)
-            with suppress(TraceError):
-                traced = trace(model, args, kwargs, places=places)
-                found = same_beyond(traced, static)
-                if found is not None and is_same(traced, special.traced):
-                    traced.module.family.extend(found)
-                    return traced
+        if special.family is None and special.holds() and differing(special.module.call, call):
+            traced = family_at(special)
+            found = traced and same_beyond(traced, static)
+            if traced is not None and found is not None and is_same(traced, special.traced):
+                traced.module.family.extend(found)
+                return traced
     return None
 
 
