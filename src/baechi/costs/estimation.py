@@ -27,6 +27,7 @@ from baechi.records.cluster import lanes_of
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch, quiet
 from baechi.traced.traced_model import Traced
@@ -238,6 +239,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
         gradients_kept(module.model),
         quiet(),
+        module.call.autocast.applied(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),
     ):
@@ -285,7 +287,10 @@ def _count(
         produced, forward, scratch_bytes, _ = _counted(meter, run, unseen)
     roots = alone.graded(produced)
     inference = None
-    if alone.looks_at_values or any(operator_name(n) in _LIGHTER_IN_INFERENCE for n in nodes):
+    results = distinct_storages(produced).values()
+    keeps = meter.live_bytes[0] > sum(row.nbytes() for row in results if meter.knows(row))
+    lighter = any(operator_name(node) in _LIGHTER_IN_INFERENCE for node in nodes)
+    if keeps or lighter or alone.looks_at_values:
         with torch.no_grad():
             _, _, inference, _ = _counted(Meter([0]), alone.inference, [])
     if not roots or not alone.differentiable:

@@ -134,8 +134,14 @@ def _with_weights(
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which needs a gradient or not as before: operators choose their kernels by it."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+    """The tensor, which needs a gradient or not as before: operators choose their kernels by it.
+
+    It is no leaf of autograd, since autocast would keep its cast, and the cast the tensor.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return torch.ops.aten.alias.default(leaf)  # type: ignore[no-any-return]
 
 
 def _detach(observer: fx.Node, original: fx.Node, inside: Set[fx.Node]) -> None:
