@@ -169,6 +169,27 @@ def test_what_no_gradient_comes_to_is_not_kept(casts: bool) -> None:
     assert min(rows) >= -0.01
 
 
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.LayerNorm(2), (512, 8, 2)),
+        (nn.InstanceNorm1d(8, affine=True), (512, 8, 2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_statistics_of_half_precision_are_in_that_of_the_weights(
+    norm: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), norm, nn.Tanh())
+    with torch.autocast("cpu", torch.bfloat16):
+        placed = baechi.place(
+            *(model, cpus(1)), example_args=(torch.randn(shape),), costs="estimate", progress=False
+        )
+        (seen,), (said,) = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
+    placed.unplace()
+    assert seen <= said <= 1.15 * seen
+
+
 class Selective(nn.Module):
     """Looks at a number, so that shapes alone do not run it, and makes room that it lets go of."""
 

@@ -388,7 +388,11 @@ class EffectRecorder(fx.Interpreter):
         if name.startswith(("aten.gru", "aten.rnn_", "aten.lstm_cell")) and has_symbols(args[0]):
             # The C++ of these cuts chunks by ints, which Python does by symbols.
             return decomposed_in_cpp(target, *args)
+        known = len(self._facts.storages)
         result = super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
+        if name in _NORMS and _is_mixed(args):
+            for statistics in self._facts.storages[known:]:
+                statistics.nbytes *= 2  # fake tensors have the input's precision (2.13)
         if name == "aten.batch_norm.default":
             # Kernels turn the dimensions back, fake tensors do not (torch 2.13;
             # `test_torch_still_keeps_a_norm_turned` fails when it is mended).
@@ -434,6 +438,16 @@ class EffectRecorder(fx.Interpreter):
                     yield self._stand_in(buffer)
         for statistics in silently_written(n):
             yield self.env[statistics]
+
+
+# Of an input in half precision and weights that are not they keep statistics in the weights'.
+_NORMS: Final = {f"aten.{kind}_norm.default" for kind in ("batch", "group", "instance", "layer")}
+
+
+def _is_mixed(args: Sequence[Any]) -> bool:
+    """True if the first tensor has half the precision of the others."""
+    first, *others = (tensor.dtype.itemsize for tensor in tensors_in(args))
+    return any(size == 2 * first == 4 for size in others)
 
 
 # A number; or whether it is a tensor alone, and of each tensor its offset and its device.
