@@ -362,6 +362,8 @@ class EffectRecorder(fx.Interpreter):
                 row = torch.empty(0, dtype=value.dtype, device=device)
                 row.set_(memory.untyped_storage(), offset, value.shape, value.stride)
                 rows.append(row.requires_grad_(value.requires_grad))
+        # No leaf of autograd, for autocast keeps casts of these, which their readers would share.
+        rows = [torch.ops.aten.alias.default(row) if row.requires_grad else row for row in rows]
         assert facts.structure is not None
         return facts.structure.fill(rows)
 
