@@ -192,7 +192,7 @@ def test_statistics_of_half_precision_are_in_that_of_the_weights(
 
 
 class Thrice(nn.Module):
-    """Three operators cast one tensor, before which two do the same: one of these runs in a trace."""
+    """Three operators cast one tensor, before which two do the same: a trace runs one of these."""
 
     def __init__(self) -> None:
         super().__init__()
