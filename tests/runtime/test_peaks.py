@@ -671,10 +671,22 @@ class Casting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_casts_that_autocast_keeps_are_counted(training: bool) -> None:
+class CastingOne(Casting):
+    """Layers that save the cast of what they read, which here is as large as that of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).float().exp()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "training"),
+    [(Casting(), 16, True), (Casting(), 16, False), (CastingOne(), 64, True)],
+)
+def test_casts_that_autocast_keeps_are_counted(
+    model: nn.Module, batch: int, training: bool
+) -> None:
     """Else the prediction of an inference is some 20 % under."""
-    model, x = Casting(), torch.randn(16, 64)
+    x = torch.randn(batch, 64)
     with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
         module = lazily(model, placer="single", training=training)
         module(x)

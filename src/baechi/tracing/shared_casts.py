@@ -84,7 +84,8 @@ def cached_casts(
         kept = saved = 0
         for node, (kind, dtype) in product(nodes, dtypes):
             inside = (facts.storages[storage] for storage in facts.nodes[node].saved)
-            sizes = [storage.nbytes for storage in inside if storage.node is node]
+            saves = _saves_weights(node, facts)
+            sizes = [storage.nbytes for storage in inside if saves and storage.node is node]
             for weight in filter(is_cast_once, _weights(node, kind, dtype)):
                 nbytes = weight.numel() * dtype.itemsize
                 if (id(weight), dtype) in known:
@@ -98,13 +99,24 @@ def cached_casts(
     return found
 
 
+def _saves_weights(node: fx.Node, facts: Facts) -> bool:
+    """True unless it is a product with what needs no gradient, whose backward reads no weight."""
+    sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
+    graded = any(row.requires_grad for source in sources for row in facts.nodes[source].values)
+    return graded or node.op == "call_module" or _is_recurrent(node)
+
+
+def _is_recurrent(node: fx.Node) -> bool:
+    name = operator_name(node)
+    return name in RECURRENT or name.endswith("_cell")
+
+
 def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
     """What a node reads by itself that autocast may cast; of a submodule all parameters."""
     owner: Any = node.graph.owning_module
     if node.op == "call_module":
         return list(owner.get_submodule(str(node.target)).parameters())
-    name = operator_name(node)
-    if not (_is_cast_for(node, kind, dtype) or name in RECURRENT or name.endswith("_cell")):
+    if not (_is_cast_for(node, kind, dtype) or _is_recurrent(node)):
         return []
     names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
     return [attrgetter(str(name))(owner) for name in names]
