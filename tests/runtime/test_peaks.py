@@ -678,9 +678,20 @@ class CastingOne(Casting):
         return torch.stack([layer(x) for layer in self.layers]).float().exp()
 
 
+class Product(Casting):
+    """A product that casts what it reads, of which autograd would keep one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.layers[0](x)] * 32, 1).float()
+        return y @ x.new_ones(2048, 8).cumsum(0)
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "training"),
-    [(Casting(), 16, True), (Casting(), 16, False), (CastingOne(), 64, True)],
+    [
+        *((Casting(), 16, True), (Casting(), 16, False), (CastingOne(), 64, True)),
+        (Product(), 64, False),
+    ],
 )
 def test_casts_that_autocast_keeps_are_counted(
     model: nn.Module, batch: int, training: bool
