@@ -364,5 +364,6 @@ class _Launches:
             yield Holding(memory, HELD, tensor.nbytes, end, self._end)
         for op, row in enumerate(self.graph.ops):
             device = self.devices[op]
-            if self.gpus[device] is not None and row.late_bytes:  # the caller gets a copy of each
+            gradients = row.phase == "backward" and row.late_bytes
+            if self.gpus[device] is not None and gradients:  # the caller gets a copy of each
                 yield Holding(self._memory_of[device], HELD, row.late_bytes, 0, self._end)

@@ -56,7 +56,8 @@ class Op:
         workspace_bytes: Held while it runs.
         group: Ops of one group share a device; `None` is alone.
         late_bytes: The part of its group's persistent bytes that is allocated only when this op
-        starts: gradients of parameters, which the backward produces.
+            starts: gradients of parameters, which the backward produces, and casts of theirs, which
+            autocast keeps.
         reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
             it frees while it runs.
         launch_ns: Time that the launching host is busy with it, where its device has a host.

@@ -19,6 +19,7 @@ class TracedOp:
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those with gradients.
         frozen_bytes: Bytes of the others, and of casts of parameters that autocast keeps.
+        cast_bytes: Those of casts that no other op reads: they are there when it has begun.
         shared_bytes: Bytes of the parameters with gradients that a later op also reads: each
             reader has its own gradient until they are added up.
         saves: Tensors (indices) that autograd saves for its backward.
@@ -36,6 +37,7 @@ class TracedOp:
     parameters: tuple[str, ...] = ()
     trained_bytes: int = 0
     frozen_bytes: int = 0
+    cast_bytes: int = 0
     shared_bytes: int = 0
     saves: tuple[int, ...] = ()
     saved_bytes: int = 0

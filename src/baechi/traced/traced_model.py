@@ -258,6 +258,7 @@ def _ops(
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
+            late_bytes = ops[index].cast_bytes
             cost = costs[index]
             workspace = cost.workspace_bytes if training else _inference_workspace(cost)
             dead = training and ops[index].differentiable and index not in traced.differentiated

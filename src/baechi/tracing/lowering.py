@@ -351,6 +351,7 @@ class Lowering:
                     parameters=tuple(own.names),
                     trained_bytes=own.trained,
                     frozen_bytes=own.frozen,
+                    cast_bytes=self._casts[op].own_bytes,
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=inside[op],

@@ -5,7 +5,8 @@ lower precision, and their sum is cast back. On several tapes each would cast fo
 cast of a weight with several such readers is a node that they share.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
@@ -64,38 +65,45 @@ class CachedCasts:
 
     Attributes:
         nbytes: Their bytes.
+        own_bytes: Those of weights that no other operator reads.
         saved_bytes: Those of them that autograd saves, too.
     """
 
     nbytes: int
+    own_bytes: int
     saved_bytes: int
 
 
 def cached_casts(
-    ops: Iterable[Iterable[fx.Node]], facts: Facts, dtypes: Sequence[tuple[str, torch.dtype]]
+    ops: Collection[Iterable[fx.Node]], facts: Facts, dtypes: Sequence[tuple[str, torch.dtype]]
 ) -> list[CachedCasts]:
     """The casts of each operator, by its nodes.
 
     An eager run, and a worker, hold them to the end of the block under autocast.
     """
+    readers: Counter[tuple[int, torch.dtype]] = Counter()
+    for nodes in ops:
+        pairs = product(nodes, dtypes)
+        readers.update({(id(w), to) for node, (kind, to) in pairs for w in _cast(node, kind, to)})
     known: set[tuple[int, torch.dtype]] = set()
     found = []
     for nodes in ops:
-        kept = saved = 0
+        kept = own = saved = 0
         for node, (kind, dtype) in product(nodes, dtypes):
             inside = (facts.storages[storage] for storage in facts.nodes[node].saved)
             saves = _saves_weights(node, facts)
             sizes = [storage.nbytes for storage in inside if saves and storage.node is node]
-            for weight in filter(is_cast_once, _weights(node, kind, dtype)):
-                nbytes = weight.numel() * dtype.itemsize
-                if (id(weight), dtype) in known:
+            for weight in _cast(node, kind, dtype):
+                nbytes, key = weight.numel() * dtype.itemsize, (id(weight), dtype)
+                if key in known:
                     continue
-                known.add((id(weight), dtype))
+                known.add(key)
                 kept += nbytes
+                own += nbytes * (readers[key] == 1)
                 if nbytes in sizes:
                     sizes.remove(nbytes)
                     saved += nbytes
-        found.append(CachedCasts(kept, saved))
+        found.append(CachedCasts(kept, own, saved))
     return found
 
 
@@ -111,15 +119,15 @@ def _is_recurrent(node: fx.Node) -> bool:
     return name in RECURRENT or name.endswith("_cell")
 
 
-def _weights(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
-    """What a node reads by itself that autocast may cast; of a submodule all parameters."""
+def _cast(node: fx.Node, kind: str, dtype: torch.dtype) -> list[Any]:
+    """The weights that a node reads by itself and autocast casts; of a submodule all parameters."""
     owner: Any = node.graph.owning_module
     if node.op == "call_module":
-        return list(owner.get_submodule(str(node.target)).parameters())
+        return [*filter(is_cast_once, owner.get_submodule(str(node.target)).parameters())]
     if not (_is_cast_for(node, kind, dtype) or _is_recurrent(node)):
         return []
     names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
-    return [attrgetter(str(name))(owner) for name in names]
+    return [*filter(is_cast_once, (attrgetter(str(name))(owner) for name in names))]
 
 
 def _is_cast_for(node: fx.Node, kind: str, dtype: torch.dtype) -> bool:
