@@ -686,11 +686,18 @@ class Product(Casting):
         return y @ x.new_ones(2048, 8).cumsum(0)
 
 
+class Early(Casting):
+    """Holds the most before its layers' casts are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp().mean(0, keepdim=True))
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "training"),
     [
         *((Casting(), 16, True), (Casting(), 16, False), (CastingOne(), 64, True)),
-        (Product(), 64, False),
+        *((Product(), 64, False), (Early(), 256, False)),
     ],
 )
 def test_casts_that_autocast_keeps_are_counted(
