@@ -19,7 +19,6 @@ class TracedOp:
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those with gradients.
         frozen_bytes: Bytes of the others, and of casts of parameters that autocast keeps.
-        cast_bytes: Those of casts that no other op reads: they are there when it has begun.
         shared_bytes: Bytes of the parameters with gradients that a later op also reads: each
             reader has its own gradient until they are added up.
         saves: Tensors (indices) that autograd saves for its backward.
@@ -29,6 +28,8 @@ class TracedOp:
         source: The line of the model's source.
         trained: Shape and element size of its parameters with gradients.
         lent: One row per trained parameter that later ops also read: (bytes, reader, reader, ...).
+        cast_bytes: The part of `frozen_bytes` that comes when it begins: casts of parameters that
+            no other op casts.
     """
 
     name: str
@@ -37,7 +38,6 @@ class TracedOp:
     parameters: tuple[str, ...] = ()
     trained_bytes: int = 0
     frozen_bytes: int = 0
-    cast_bytes: int = 0
     shared_bytes: int = 0
     saves: tuple[int, ...] = ()
     saved_bytes: int = 0
@@ -47,6 +47,7 @@ class TracedOp:
     source: str = ""
     trained: tuple[TrainedParameter, ...] = ()
     lent: tuple[tuple[int, ...], ...] = ()
+    cast_bytes: int = 0
 
     @property
     def modules(self) -> list[str]:

@@ -393,7 +393,7 @@ class EffectRecorder(fx.Interpreter):
         known = len(self._facts.storages)
         result = super().call_function(_EQUIVALENT.get(name, target), args, kwargs)
         if name in _NORMS and _is_mixed(args):
-            for statistics in self._facts.storages[known:]:
+            for statistics in self._facts.storages[known:][-2:]:  # behind a dense copy of the input
                 statistics.nbytes *= 2  # fake tensors have the input's precision (2.13)
         if name == "aten.batch_norm.default":
             # Kernels turn the dimensions back, fake tensors do not (torch 2.13;
