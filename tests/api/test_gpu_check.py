@@ -172,9 +172,10 @@ MEETS = """here = Path(__file__)
 
 
 def test_steps_run_together_where_they_measure_no_times(run: Any) -> None:
+    # Those that are to run at once wait for each other; the others are long enough to overlap.
     waits = {"b": MEETS.replace("OTHER", "c"), "c": MEETS.replace("OTHER", "b")}
     code = {
-        name: TIMED.replace("WAIT", waits.get(name, "pass"))
+        name: TIMED.replace("WAIT", waits.get(name, "time.sleep(0.5)"))
         for name in ("a", "timed", "b", "c", "d")
     }
     _, rows, page = run("--at-once", "2", "--budget", "60", **code)

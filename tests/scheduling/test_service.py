@@ -250,7 +250,7 @@ def processes(before=()):
 
 def test_an_answer_that_takes_too_long_is_given_up_and_the_next_is_not():
     before = processes()
-    with TestClient(create_app(Ledger(GRID), workers=1, limits=Limits(seconds=2))) as web:
+    with TestClient(create_app(Ledger(GRID), workers=1, limits=Limits(seconds=4))) as web:
         upload(web)
         (worker,) = processes(before)
         os.kill(worker.pid, signal.SIGSTOP)
@@ -258,9 +258,9 @@ def test_an_answer_that_takes_too_long_is_given_up_and_the_next_is_not():
         answer = web.post("/v1/solve", json=body)
         assert answer.status_code == 503
         assert answer.headers["Retry-After"] == "1"
-        assert "took longer than 2 s" in answer.json()["message"]
-        # Another process takes its place, which on a busy machine takes its time to start.
-        assert 200 in (web.post("/v1/solve", json=body).status_code for _ in range(20))
+        assert "took longer than 4 s" in answer.json()["message"]
+        # Another process has taken its place.
+        post(web, "/v1/solve", body)
         (other,) = processes(before)
         assert other.pid != worker.pid
         os.kill(other.pid, signal.SIGKILL)

@@ -63,8 +63,8 @@ class Workload:
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         unseen_bytes: What its kernels keep for the backward that fake tensors do not show.
         backward_reused_bytes: What of its backward's gradients takes room of what it kept or got.
-        inference_bytes: Scratch of a recurrent layer's or an attention's forward without gradients;
-            else None.
+        inference_bytes: Scratch of a forward without gradients, where it may differ: of what keeps
+            something inside for a backward, or has another kernel for it; else None.
     """
 
     forward: tuple[Kernel, ...] = ()

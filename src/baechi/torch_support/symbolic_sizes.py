@@ -106,9 +106,10 @@ def compiled(symbols: Sequence[Any], terms: Iterable[Any]) -> Callable[..., tupl
 def short_terms() -> Iterator[None]:
     """Spare sympy most of its work with the terms of sizes, while a model is traced.
 
-    What pads a size to a multiple of a number gets a term of which torch sees that: it does not of
-    ``x + (q - x % q) % q``, so each view of its windows had a longer term than the last, and it
-    does of ``(x + q - 1) // q * q``. And each term is asked once whether it is a number.
+    torch does not see that ``x + (q - x % q) % q``, a size padded to a multiple of q, is one, so
+    the terms behind each view of its windows grow. Here the padding is a term that makes the sum
+    ``(x + q - 1) // q * q``, of which torch sees it. And each term is asked only once whether it
+    is a number.
     """
     rest_of: Any = Mod.eval
     is_number = property(lru_cache(maxsize=None)(Expr.is_number.fget))
