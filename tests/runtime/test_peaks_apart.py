@@ -143,6 +143,27 @@ def test_an_inference_makes_room_when_it_is_written() -> None:
     assert seen == said
 
 
+class AddedLate(nn.Module):
+    """Scores to which something is added in place that is computed after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(16, 16), nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        scores = x @ x.T
+        with torch.no_grad():
+            added = (self.table[:, None] * self.table[None, :64]).exp().sum((0, 1))
+        return (scores.add_(added)).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_written_late_is_made_when_the_clock_says(training: bool) -> None:
+    ((seen, said),) = peaks(AddedLate(), torch.randn(256, 16), training=training)
+    assert seen <= said <= 1.01 * seen
+
+
 class Squared(nn.Module):
     """A product of two views of one tensor, each with a gradient of the whole."""
 

@@ -31,6 +31,7 @@ from baechi.tracing.gradient_order import Routes, find_routes, routed
 from baechi.tracing.guards import Attributes
 from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts, Value
+from baechi.tracing.node_order import order_nodes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
@@ -99,6 +100,7 @@ def lower(
     rows = lowering.tensors()
     ops = lowering.ops(rows)
     routes = find_routes(facts, parts)
+    order_nodes(facts, parts)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))

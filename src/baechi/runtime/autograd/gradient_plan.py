@@ -57,17 +57,11 @@ class Layout:
         return self.values.setdefault(node, len(self.values))
 
     def nodes(self, tape: int) -> list[fx.Node]:
-        """The nodes of a tape in program order, or in the tape's own where that differs.
-
-        Where neither a backward nor random numbers ask for it, each operator's are together: a
-        tensor that is made early and written late is there no longer than the clock says.
-        """
+        """The nodes of a tape in program order, or in the tape's own where that differs."""
         ops = self.program.tapes[tape].ops
         nodes = [node for op in ops for node in self.module.nodes[op]]
-        facts = self.module.facts.nodes
-        together = not self.structure.is_training and not any(facts[n].random for n in nodes)
         ascends = all(one < two for one, two in pairwise(ops))
-        return sorted(nodes, key=self.position.__getitem__) if ascends and not together else nodes
+        return sorted(nodes, key=self.position.__getitem__) if ascends else nodes
 
     def tape(self, node: fx.Node) -> int:
         """The tape that runs a node."""
