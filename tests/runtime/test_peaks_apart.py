@@ -164,6 +164,28 @@ def test_what_is_written_late_is_made_when_the_clock_says(training: bool) -> Non
     assert seen <= said <= 1.01 * seen
 
 
+class Positioned(nn.Module):
+    """A table of which a call reads the first rows, on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("table", torch.randn(4096, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x + self.table[: len(x)])
+        return self.outer(x + self.table[: len(x)])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_of_a_table_cross_without_the_table(training: bool) -> None:
+    x = torch.randn(64, 16)
+    rows = peaks(Positioned(), x, "add_1 outer", training)
+    assert max(seen for seen, _ in rows) > 4 * min(seen for seen, _ in rows)
+    for seen, said in rows:
+        assert seen <= said <= seen + 2 * x.nbytes  # each time they are read
+
+
 class Squared(nn.Module):
     """A product of two views of one tensor, each with a gradient of the whole."""
 

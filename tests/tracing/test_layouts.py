@@ -206,6 +206,7 @@ def test_torch_still_loses_contiguous() -> None:
     assert "contiguous" not in str(program.graph)
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec:FutureWarning")  # of a deep copy
 @pytest.mark.parametrize(
     "name",
     [
@@ -216,14 +217,15 @@ def test_torch_still_loses_contiguous() -> None:
 def test_the_models_run_whatever_the_layouts(name: str) -> None:
     it = case(name)
     it.reset()
-    traced = it.traced
-    call = traced.module.call
-    module = traced.module.graph_module
+    # Batch norms of few images make much of how a sum is rounded; an LSTM's state is in fp32.
+    dtype, off = (torch.float32, 1e-5) if name == "lstm_lm" else (torch.float64, 1e-9)
+    module = copy.deepcopy(it.traced.module.graph_module).to(dtype)
+    tensors = [t.to(dtype) if t.is_floating_point() else t for t in it.traced.module.call.tensors]
     with torch.no_grad():
-        expected = module(*call.tensors)
+        expected = module(*tensors)
         for seed in range(2):
             other = OtherLayouts(module, seed)
-            assert_same_values(other.run(*call.tensors), expected, rtol=1e-4, atol=1e-5)
+            assert_same_values(other.run(*tensors), expected, rtol=off, atol=off)
             assert other.changed
         with sdpa_kernel(SDPBackend.MATH):
-            assert_same_values(module(*call.tensors), expected, rtol=1e-4, atol=1e-5)
+            assert_same_values(module(*tensors), expected, rtol=off, atol=off)

@@ -10,7 +10,7 @@ Complexity: O(nodes + edges), with a sort.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Final, final
 
 import torch
 from torch import fx, nn
@@ -25,13 +25,12 @@ from baechi.tracing.fx_nodes import (
     op_name,
     operator_name,
     source_line,
-    target_name,
 )
 from baechi.tracing.gradient_order import Routes, find_routes, routed
 from baechi.tracing.guards import Attributes
-from baechi.tracing.model_code import is_torchs
 from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.node_order import order_nodes
+from baechi.tracing.operator_key import operator_key
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
@@ -108,6 +107,9 @@ def lower(
         model, module, facts, call, returned, nodes, parts.travelling, attributes, routes
     )
     return ops, routed(rows, facts, parts, routes), traced
+
+
+_SMALL_PART: Final = 4  # this much of a buffer, at most, counts twice where it lives
 
 
 def _may_fuse(layer: nn.Module) -> bool:
@@ -208,7 +210,7 @@ class Lowering:
             tensor = TracedTensor(
                 home,
                 tuple(readers),
-                self._facts.storages[storage].nbytes,
+                self._crossing_bytes(storage),
                 # A buffer that travels stays where it lives: kept, so that its bytes count once.
                 # So is an argument that forward writes: the caller reads it.
                 kept=storage in kept
@@ -229,6 +231,23 @@ class Lowering:
             rows.append((TracedTensor(op, tuple(readers), 0, op in returned, flows, made), None))
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
+
+    def _crossing_bytes(self, storage: int) -> int:
+        """The bytes of a storage; of a buffer, such as a table of positions, of the parts read.
+
+        Where these are small: the buffer counts beside them where it lives.
+        """
+        nbytes, home = self._facts.storages[storage].nbytes, self._parts.home(storage)
+        if home is None or not self._parts.is_source(storage):
+            return nbytes
+        read = sum(
+            value.nbytes
+            for node in self._parts.nodes_of_op[home]
+            for value in self._parts.values(node)
+            if value.storage == storage
+            and any(self._parts.op_of.get(user) != home for user in node.users)
+        )
+        return read if read * _SMALL_PART <= nbytes else nbytes
 
     def _gradient_bytes(
         self,
@@ -349,7 +368,7 @@ class Lowering:
                 TracedOp(
                     name=name,
                     nodes=tuple(node.name for node in nodes),
-                    key=_key(self._module, self._facts, nodes),
+                    key=operator_key(self._module, self._facts, nodes),
                     parameters=tuple(own.names),
                     trained_bytes=own.trained,
                     frozen_bytes=own.frozen,
@@ -435,7 +454,8 @@ class Lowering:
                     owner.trained += nbytes if tensor.requires_grad else 0
                     if grading:
                         lent[key] = first, nbytes
-                    owner.frozen += 0 if tensor.requires_grad or travels else nbytes
+                    stays = not travels or self._crossing_bytes(storage) < nbytes
+                    owner.frozen += nbytes if stays and not tensor.requires_grad else 0
         for key, (owner_op, nbytes) in lent.items():
             later = sorted(op for op in users[key] & backward if op > owner_op)
             owned[owner_op].lent += [(nbytes, *later)] if later else []
@@ -508,64 +528,6 @@ def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) 
     for owner, op in rows:
         if op not in linked and owner in home:
             union.union([home[owner], op])
-
-
-def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
-    """Operators, arguments and shapes of an operator as text; names left out.
-
-    Reads of the model's state are marked: they come from memory, not from an earlier operator.
-    """
-    local = {node: i for i, node in enumerate(nodes)}
-
-    def show(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            if argument in local:
-                return f"%{local[argument]}"
-            if argument.op == "get_attr" and not facts.nodes[argument].values:
-                return _show_graph(attribute(module, str(argument.target)))
-            values = " ".join(map(_show_value, facts.nodes[argument].values))
-            structure = facts.nodes[argument].structure
-            if not values and structure is not None:  # a number, such as a size
-                values = repr(structure.constants)
-            return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
-        return repr(argument)
-
-    rows = []
-    for node in nodes:
-        if node.op in ("placeholder", "get_attr"):
-            rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
-            continue
-        target = target_name(node)
-        if node.op == "call_module":
-            leaf = module.get_submodule(target)
-            state = [*leaf.parameters(), *leaf.buffers()]
-            target = "" if is_torchs(leaf) else f"{target} "  # whose values decide what it does
-            target += f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
-        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
-        rows.append(f"{node.op} {target}{arguments}")
-    return "; ".join(rows)
-
-
-def _show_graph(graph: Any) -> str:
-    """The graph that an operator runs, such as a branch of `torch.cond`; names left out."""
-    if not isinstance(graph, fx.GraphModule):
-        return repr(graph)
-    local = {node: i for i, node in enumerate(graph.graph.nodes)}
-    rows = []
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            value = attribute(graph, str(node.target))
-            rows.append(_show_graph(value) if isinstance(value, nn.Module) else str(value.shape))
-        else:
-            target = "" if node.op == "placeholder" else target_name(node)
-            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{local[n]}")
-            rows.append(f"{target}{arguments}")
-    return f"{{{'; '.join(rows)}}}"
-
-
-def _show_value(value: Value) -> str:
-    grad = "'" if value.requires_grad else ""
-    return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
 
 
 def _unique(name: str, taken: set[str]) -> str:

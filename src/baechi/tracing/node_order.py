@@ -18,7 +18,7 @@ from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import Partition
 
-# Of the tensor that they read they take its shape: no gradient, whatever is written into the result.
+# They read a shape alone, and send no gradient, whatever is written into their result.
 _READS_SHAPE: Final = ("empty", "full", "new_", "ones", "zeros")
 
 
