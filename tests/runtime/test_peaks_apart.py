@@ -186,6 +186,25 @@ def test_rows_of_a_table_cross_without_the_table(training: bool) -> None:
         assert seen <= said <= seen + 2 * x.nbytes  # each time they are read
 
 
+class Unfolded(nn.Module):
+    """Patches that overlap, and their sum where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = nn.functional.unfold(self.inner(x), 5, padding=2, stride=2)
+        return self.outer(nn.functional.fold(patches.tanh(), 32, 5, padding=2, stride=2))
+
+
+@pytest.mark.parametrize("away", ["", "im2col", "col2im"])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_folded_has_the_memory_of_the_patches(training: bool, away: str) -> None:
+    for seen, said in peaks(Unfolded(), torch.randn(2, 4, 32, 32), away, training):
+        assert seen <= said <= 1.2 * seen
+
+
 class Squared(nn.Module):
     """A product of two views of one tensor, each with a gradient of the whole."""
 

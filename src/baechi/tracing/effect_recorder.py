@@ -216,8 +216,11 @@ class EffectRecorder(fx.Interpreter):
         parts = Parts()
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
-        if getattr(n.target, "overloadpacket", None) in _SHRUNK and values[0].shape == ():
-            self._facts.storages[values[0].storage].nbytes *= self.env[n.all_input_nodes[0]].numel()
+        packet = getattr(n.target, "overloadpacket", None)
+        # `col2im` begins with memory like that of what it reads, too (Col2Im.cpp, Col2Im.cu).
+        if packet is torch.ops.aten.col2im or (packet in _SHRUNK and values[0].shape == ()):
+            read, made = self.env[n.all_input_nodes[0]], self._facts.storages[values[0].storage]
+            made.nbytes = torch.sym_max(made.nbytes, read.numel() * read.element_size())
         saved = tuple(dict.fromkeys([*self._saved, *self._held_by(parts.tensors)]))
         inner = [n, *nodes_inside(n)]
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew

@@ -282,7 +282,8 @@ class Lowering:
                     sent[reader] += repeated
                     expands = False
                 else:
-                    sent[reader] += nbytes * (2 if self._has_complex_gradient(node, mine) else 1)
+                    whole = nbytes * (2 if self._has_complex_gradient(node, mine) else 1)
+                    sent[reader] += max(whole, self._folded_bytes(mine))
         return tuple(sent.values())
 
     def _repeated(self, node: fx.Node, user: fx.Node) -> int:
@@ -297,6 +298,11 @@ class Lowering:
         written = mine[0].storage in self._parts.last_write
         handed_on = is_one_node(node) and made and not written
         return sum(value.nbytes for value in result) if handed_on else 0
+
+    def _folded_bytes(self, users: Sequence[fx.Node]) -> int:
+        """The bytes of the gradient of what is unfolded: `col2im` has the memory of the patches."""
+        rows = (self._parts.values(user) for user in users if operator_name(user) == "im2col")
+        return max((value.nbytes for row in rows for value in row), default=0)
 
     def _has_complex_gradient(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
         """True if its gradient is the real part of a complex tensor, whose memory it holds.
