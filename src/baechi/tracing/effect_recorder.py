@@ -219,8 +219,9 @@ class EffectRecorder(fx.Interpreter):
         packet = getattr(n.target, "overloadpacket", None)
         # `col2im` begins with memory like that of what it reads, too (Col2Im.cpp, Col2Im.cu).
         if packet is torch.ops.aten.col2im or (packet in _SHRUNK and values[0].shape == ()):
-            read, made = self.env[n.all_input_nodes[0]], self._facts.storages[values[0].storage]
-            made.nbytes = torch.sym_max(made.nbytes, read.numel() * read.element_size())
+            read, own = self.env[n.all_input_nodes[0]], self._facts.storages[values[0].storage]
+            sizes = own.nbytes, read.numel() * read.element_size()
+            own.nbytes = torch.sym_max(*sizes)  # type: ignore[no-untyped-call]
         saved = tuple(dict.fromkeys([*self._saved, *self._held_by(parts.tensors)]))
         inner = [n, *nodes_inside(n)]
         random = _draws(n.target, node_arguments(n)) if plain else drawing.drew
