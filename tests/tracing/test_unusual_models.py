@@ -369,6 +369,23 @@ def test_a_write_to_a_parameter_that_forward_does_once_is_refused_until_it_is_do
     assert_equal_steps(unsplit, lazily(model), [(X,), (X + 1,)])
 
 
+def average(model: Any, x: Tensor) -> Tensor:
+    """As a VQ-VAE, whose codes are averages, and whose `perplexity` is for the caller."""
+    codes = model.extra.weight
+    nearest = codes.detach()[torch.cdist(x.detach(), codes.detach()).argmin(-1)]
+    codes.data.copy_(codes * 0.9 + x.detach().mean() * 0.1)
+    model.spread = x.std()
+    return x + nearest
+
+
+def test_what_forward_sets_for_the_caller_does_not_keep_it_from_writing_a_parameter() -> None:
+    unsplit, model = (Middle(average) for _ in range(2))
+    for each in (unsplit, model):
+        each.extra, each.spread = copy.deepcopy(each.last), torch.zeros(())
+    with pytest.warns(UserWarning, match="changes spread in Python"):
+        assert_equal_steps(unsplit, lazily(model), [(X,), (X + 1,)])
+
+
 class Again(torch.autograd.Function):
     """As a reversible layer: it runs again in its own backward. It hands out a view."""
 

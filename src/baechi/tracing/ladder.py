@@ -318,9 +318,17 @@ def _lowered(
     inside = tuple(f"{path.removeprefix('model.')}." for path in whole)
     names = captured.sets or before.named_since()
     sets = tuple(name for name in names if not name.startswith(inside))
-    if sets:
-        _refuse_settling(captured.module, facts, sets[0])
+    notes = (name for name in sets if _is_read(model, name, reads))
+    if (note := next(notes, None)) is not None:
+        _refuse_settling(captured.module, facts, note)
     return ops, tensors, replace(lowered, family=family, questions=captured.questions, sets=sets)
+
+
+def _is_read(model: nn.Module, name: str, reads: Set[tuple[int, str]]) -> bool:
+    """True if forward read the attribute of this path, which it sets."""
+    path, _, attribute = name.rpartition(".")
+    owner = id(model.get_submodule(path))
+    return not reads.isdisjoint({(owner, attribute), (owner, "__dict__")})
 
 
 def _refuse_settling(module: fx.GraphModule, facts: Facts, name: str) -> None:

@@ -94,9 +94,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         ]
     if made:
         raise TraceError(
-            f"forward makes {made[0]!r}, a parameter, buffer or submodule that the model does not "
-            "have yet; the placed model would make it anew in each call. Run the model once, then "
-            "trace it."
+            f"forward makes {made[0]!r}, a parameter, buffer or submodule; the placed model would "
+            "make it anew in each call. Run the model once, on the largest sizes if it makes a new "
+            "one for larger ones, then trace it."
         )
 
 
