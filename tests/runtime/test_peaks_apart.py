@@ -205,6 +205,29 @@ def test_what_is_folded_has_the_memory_of_the_patches(training: bool, away: str)
         assert seen <= said <= 1.2 * seen
 
 
+class Remembering(nn.Module):
+    """Tokens of its own in each layer but the first, beside those that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(2, 2, 64))
+        layers = (nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in "123")
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for i in range(2):
+            x = self.layers[1 + i](x)
+            x = torch.cat([self.memory[i].expand(len(x), -1, -1), x], 1).softmax(-1)
+        return x[:, :2].sum()
+
+
+@pytest.mark.parametrize("away", ["", "layers.0.1", "layers.1.1"])
+def test_what_a_repeated_token_waits_for_is_not_the_whole_that_it_was_joined_to(away: str) -> None:
+    (seen, said), *_ = peaks(Remembering(), torch.randn(4, 64, 64), away)
+    assert seen <= said <= 1.02 * seen
+
+
 class Squared(nn.Module):
     """A product of two views of one tensor, each with a gradient of the whole."""
 

@@ -325,10 +325,11 @@ def _lowered(
 
 
 def _is_read(model: nn.Module, name: str, reads: Set[tuple[int, str]]) -> bool:
-    """True if forward read the attribute of this path, which it sets."""
+    """True if forward read what it sets; of what is no module's attribute that is not known."""
     path, _, attribute = name.rpartition(".")
-    owner = id(model.get_submodule(path))
-    return not reads.isdisjoint({(owner, attribute), (owner, "__dict__")})
+    owner = dict(model.named_modules()).get(path)
+    read = {(id(owner), attribute), (id(owner), "__dict__")}
+    return owner is None or not reads.isdisjoint(read)
 
 
 def _refuse_settling(module: fx.GraphModule, facts: Facts, name: str) -> None:

@@ -5,7 +5,7 @@ An operator is a set of nodes that no placement may part:
 1. **Mutation.** Everything that touches a storage up to its last in-place write, so that no copy
    is taken between two writes and autograd sees the write beside what it overwrites.
 2. **Views** stay with the node that made their storage; a getitem with its tuple. Where a parameter
-   is detached for one reader, as under `no_grad`, that stays with the reader.
+   is detached (as under `no_grad`) or repeated for one reader, that stays with the reader.
 3. **Order.** An operator that sends several gradients to a value (`gradient_order`) stays with its
    maker where a view of the value is read later: what comes through the view cannot wait for it.
 4. **Convexity.** What lies on a path between two parts of an operator belongs to it: the strongly
@@ -151,16 +151,24 @@ class Partition:
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
             is_view = bool(inputs) and not made and not self._facts.nodes[node].writes
             passes_on = not values and not self._facts.nodes[node].random
-            if self._is_detached(node):
+            if self._is_its_readers(node):
                 self._union.union([position, *(self.position[user] for user in node.users)])
             elif (is_view or passes_on) and len(roots) == 1 and node.op != "call_module":
                 self._union.union([position, *roots])
 
-    def _is_detached(self, node: fx.Node) -> bool:
-        """True if a node gives its one reader a parameter or buffer without a graph."""
+    def _is_its_readers(self, node: fx.Node) -> bool:
+        """True if a node detaches or repeats a parameter, or repeats a view of one, for one reader.
+
+        What comes back to a repeated one is small, but may be a part of something large.
+        """
         users = self.users(node)
-        known = node.target is torch.ops.aten.detach.default and len(users) == len(node.users) == 1
-        return known and node.all_input_nodes[0].op == "get_attr"
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        if not (len(users) == len(node.users) == 1) or users[0].op == "output":
+            return False
+        if node.target is torch.ops.aten.detach.default:
+            return source.op == "get_attr"
+        repeats = node.target is torch.ops.aten.expand.default
+        return repeats and self._facts.is_state(source) and self.values(source)[0].requires_grad
 
     def _is_size(self, node: fx.Node) -> bool:
         """True if a node yields integers and no tensor."""
