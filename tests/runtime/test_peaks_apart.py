@@ -228,6 +228,39 @@ def test_what_a_repeated_token_waits_for_is_not_the_whole_that_it_was_joined_to(
     assert seen <= said <= 1.02 * seen
 
 
+class Within(nn.Module):
+    """An operator that runs others inside, by a value or until one is large enough."""
+
+    def __init__(self, *, loops: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.loops = nn.Linear(64, 64), nn.Linear(64, 64), loops
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.loops:
+            (y,) = torch.while_loop(lambda y: y.sum().abs() < 1e6, _grown, (x.detach(),))
+        else:
+            y = torch.cond(x.sum() > 0, lambda x: _grown(x)[0], torch.sin, (x,))
+        return self.outer(x + y)
+
+
+def _grown(x: Tensor) -> tuple[Tensor]:
+    large = x.repeat(1, 16).cos().view(-1, 16, 64) + 2
+    return (large.sum(1) * x.abs().sum().clamp(min=1),)
+
+
+@pytest.mark.parametrize(("loops", "training"), [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize("measured", some([False, True], 2))
+def test_what_runs_inside_of_an_operator_is_metered(
+    loops: bool, training: bool, measured: bool
+) -> None:
+    x = torch.randn(32, 64)
+    for away in ("", "outer"):
+        (seen, said), *_ = peaks(Within(loops=loops), x, away, training, measured=measured)
+        assert 32 * x.nbytes < seen <= said <= 2 * seen  # both branches may count
+
+
 class Squared(nn.Module):
     """A product of two views of one tensor, each with a gradient of the whole."""
 

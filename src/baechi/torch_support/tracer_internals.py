@@ -89,7 +89,9 @@ Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 @final
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of every operator that runs inside, after it ran."""
+    """Tells of every operator that runs inside, after it ran, as of those of a `while_loop`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,9 +100,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            parts = (self._watched(a) if callable(a) else a for a in args)
+            return func(*parts, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self._seen(func, args, kwargs or {}, result)
         return result
+
+    def _watched(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self:
+                return part(*args)
+
+        return run
 
 
 class FunctionMode(TorchFunctionMode):
