@@ -1,6 +1,7 @@
 """Peaks of toys whose readers, parts or writes lie on several devices, or far apart in forward."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -250,8 +251,17 @@ def _grown(x: Tensor) -> tuple[Tensor]:
     return (large.sum(1) * x.abs().sum().clamp(min=1),)
 
 
-@pytest.mark.parametrize(("loops", "training"), [(True, True), (False, False), (False, True)])
-@pytest.mark.parametrize("measured", some([False, True], 2))
+@pytest.mark.parametrize(
+    ("loops", "training", "measured"),
+    [
+        (True, True, False),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in product((True, False), (True, False), (True, False))
+            if row != (True, True, False)
+        ),
+    ],
+)
 def test_what_runs_inside_of_an_operator_is_metered(
     loops: bool, training: bool, measured: bool
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from placed import lazily, one_thread, same
 from random_models import LENGTH, WIDTH, RandomModel, random_model
+from seeds import some
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -115,7 +116,7 @@ def _has(model: RandomModel, *kinds: type[nn.Module]) -> bool:
     return any(isinstance(part, kinds) for part in model.modules())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(MODES, 2))
 def test_a_random_model_lives_as_the_unsplit_one(mode: str) -> None:
     with one_thread():
         assert any(life(mode, seed) for seed in range(5))  # the first that runs unsplit

@@ -293,7 +293,10 @@ def seeded_batches(
 
 @pytest.mark.parametrize(
     ("steps", "again"),
-    [pytest.param(True, None, marks=pytest.mark.slow), (False, None), (True, ["0", "1"])],
+    [
+        *(pytest.param(steps, None, marks=pytest.mark.slow) for steps in (True, False)),
+        (True, ["0", "1"]),
+    ],
     ids=str,
 )
 def test_micro_batches_share_what_compiles_once(steps: bool, again: Any) -> None:
