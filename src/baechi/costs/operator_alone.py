@@ -299,7 +299,13 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _gradient_of(root: torch.Tensor) -> torch.Tensor:
-    """A gradient as readers send it: of a view, such as `x.mT`, one that is no part of another."""
+    """A gradient as readers send it: of a view, such as `x.mT`, one that is no part of another.
+
+    Of windows that overlap (`as_strided`) it may be turned, as by `einsum`, and is copied then.
+    """
+    if root._is_view() and root.nbytes > root.untyped_storage().nbytes() and 0 not in root.stride():
+        turned = torch.ones(root.shape[::-1], dtype=root.dtype, device=root.device)
+        return turned.permute(*reversed(range(root.dim())))
     like = torch.contiguous_format if root._is_view() else torch.preserve_format
     return torch.ones_like(root, memory_format=like)
 
