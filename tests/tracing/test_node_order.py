@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 
 import placed
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import baechi
+from baechi.tracing.partition import Partition
 
 Forward = Callable[["Late", Tensor], Tensor]
 
@@ -67,7 +69,47 @@ def written_and_read(model: Late, x: Tensor) -> Tensor:
     return y.add_(other) * read
 
 
-KINDS = (apart, in_steps, of_one, of_one_weight, drawn, written_and_read)
+def crossed(model: Late, x: Tensor) -> Tensor:
+    z = model.one(x)
+    made = z + 1.0
+    y = model.two(x)
+    between = z.sin()
+    made += made + z
+    return y.add_(made) * between
+
+
+def drawn_across(model: Late, x: Tensor) -> Tensor:
+    made = x + 1.0
+    y = model.one(x)
+    between = nn.functional.dropout(x.sin(), 0.5)
+    made += nn.functional.dropout(made, 0.5)
+    return y.add_(made) * between
+
+
+KINDS = (
+    *(apart, in_steps, of_one, of_one_weight, written_and_read),
+    *(crossed, drawn, drawn_across),
+)
+
+
+@pytest.mark.parametrize("forward", KINDS)
+def test_operators_are_those_of_the_order_that_nodes_have(forward: Forward) -> None:
+    module = baechi.trace(Late(forward), (torch.randn(4, 16),)).module
+    again = Partition(module.graph_module, module.facts)
+    assert tuple(map(tuple, again.nodes_of_op)) == module.nodes
+
+
+@pytest.mark.parametrize("forward", [crossed, drawn_across])
+def test_other_sizes_have_the_same_operators(forward: Forward) -> None:
+    model = Late(forward)
+    module = placed.lazily(copy.deepcopy(model), placer=baechi.RandomPlacer(1))
+    for rows in (4, 6, 8):
+        x, left = torch.randn(rows, 16), []
+        for each in (model, module):
+            torch.manual_seed(rows)
+            left.append(placed.step(each, (x,), {}))
+        assert not left[0].differs_from(left[1])
+    assert len(module._specializations) == 1
 
 
 def order(model: Late) -> list[str]:
@@ -78,6 +120,7 @@ def order(model: Late) -> list[str]:
 @pytest.mark.parametrize(
     ("forward", "before", "after"),
     [
+        (crossed, "add_1", "linear_1"),
         (apart, "exp", "linear"),
         (in_steps, "linear_1", "zeros_like"),
         (of_one, "mul", "exp"),
@@ -95,7 +138,7 @@ def test_nodes_move_behind_what_runs_first_unless_that_changes_results(
 
 @pytest.mark.parametrize(
     ("forward", "devices"),
-    [*((forward, 1) for forward in KINDS), *((each, 3) for each in KINDS if each is not drawn)],
+    [*product(KINDS, [1]), *product((k for k in KINDS if k not in (drawn, drawn_across)), [3])],
 )
 def test_steps_are_the_unsplit_models(forward: Forward, devices: int) -> None:
     model, x = Late(forward), torch.randn(4, 16)

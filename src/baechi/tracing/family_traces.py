@@ -58,6 +58,7 @@ def sized(traced: Traced, values: Sequence[int]) -> Traced:
     ops, tensors, found = lower(
         *(module.model, module.graph_module, facts, call),
         *(module.family.returned(values), module.attributes),
+        ordered=True,
     )
     found = replace(found, gradients=module.gradients)
     return replace(traced, ops=ops, tensors=tensors, module=found)

@@ -88,18 +88,24 @@ def lower(
     call: Call,
     returned: Structure,
     attributes: Attributes,
+    *,
+    ordered: bool = False,
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    """The operators and tensors of a flat graph, which loses its other nodes."""
+    """The operators and tensors of a flat graph, which loses its other nodes.
+
+    Unless they are `ordered`, as in a graph that was lowered before, its nodes are (`node_order`).
+    """
     parts = Partition(module, facts)
     living = {*parts.program, parts.output}
     for node in reversed(module.graph.nodes):
         if node not in living:
             module.graph.erase_node(node)
+    if not ordered and order_nodes(facts, parts):
+        parts = Partition(module, facts)  # operators have the order of their nodes
     lowering = Lowering(model, module, facts, parts, call)
     rows = lowering.tensors()
     ops = lowering.ops(rows)
     routes = find_routes(facts, parts)
-    order_nodes(facts, parts)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
     nodes = tuple(map(tuple, parts.nodes_of_op))

@@ -46,8 +46,13 @@ class _Effects:
         return not tied and both.isdisjoint(self.writes | other.writes)
 
 
-def order_nodes(facts: Facts, parts: Partition) -> None:
-    """Move nodes behind those of operators that the clock runs first, where no result changes."""
+def order_nodes(facts: Facts, parts: Partition) -> bool:
+    """Move nodes behind those of operators that the clock runs first, where no result changes.
+
+    Returns:
+        True if any moved: then the partition is one of the graph as it was.
+    """
+    moved = False
     effects = _effects(facts, parts)
     makers = {storage.node for storage in facts.storages}
     first = len(parts.nodes_of_op)  # the first operator that makes something from here on
@@ -60,8 +65,10 @@ def order_nodes(facts: Facts, parts: Partition) -> None:
             lower = [n for n in passed if n in makers and parts.op_of[n] < op]
             if lower:
                 lower[-1].append(node)
+                moved = True
         if node in makers:
             first = min(first, op)
+    return moved
 
 
 def _passed(node: fx.Node, parts: Partition, effects: Mapping[fx.Node, _Effects]) -> list[fx.Node]:

@@ -9,7 +9,8 @@ An operator is a set of nodes that no placement may part:
 3. **Order.** An operator that sends several gradients to a value (`gradient_order`) stays with its
    maker where a view of the value is read later: what comes through the view cannot wait for it.
 4. **Convexity.** What lies on a path between two parts of an operator belongs to it: the strongly
-   connected components of the quotient graph.
+   connected components of the quotient graph. Operators that draw random numbers are in the order
+   of their draws.
 
 A get_attr node is an operator only where its value travels or is viewed; else it merely names the
 state that its readers own.
@@ -19,6 +20,7 @@ Complexity: O(nodes + edges), with a sort.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, final
 
@@ -262,6 +264,10 @@ class Partition:
                 reader = self._union.find(position)
                 if position > last and reader in self._op_roots and reader != writer:
                     graph.add_edge(writer, reader)
+        drawing = (p for p, node in enumerate(self.program) if self._facts.nodes[node].random)
+        for one, two in pairwise(self._union.find(position) for position in drawing):
+            if one != two:
+                graph.add_edge(one, two)
         return graph
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
