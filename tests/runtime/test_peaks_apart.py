@@ -11,6 +11,8 @@ from seeds import some
 from torch import Tensor, nn
 
 import baechi
+from baechi.tracing.family_traces import resized, sized
+from baechi.tracing.ladder import trace
 
 
 def peaks(
@@ -185,6 +187,18 @@ def test_rows_of_a_table_cross_without_the_table(training: bool) -> None:
     assert max(seen for seen, _ in rows) > 4 * min(seen for seen, _ in rows)
     for seen, said in rows:
         assert seen <= said <= seen + 2 * x.nbytes  # each time they are read
+
+
+@pytest.mark.parametrize("first", [16, 3000])
+def test_a_table_is_counted_at_all_sizes(first: int) -> None:
+    """Of which a call reads nearly all, or a small part."""
+    traced = trace(Positioned(), (torch.randn(first, 16),), places=frozenset({(0, 0)}))
+    assert traced.module.family.traced_at == (first,)
+    for rows in (16, 3000):
+        known, again = (at(traced, [rows]) for at in (resized, sized))
+        assert known.tensors == again.tensors
+        for one, two in zip(known.ops, again.ops, strict=True):
+            assert (one.frozen_bytes, one.saved_bytes) == (two.frozen_bytes, two.saved_bytes)
 
 
 class Unfolded(nn.Module):

@@ -40,7 +40,11 @@ def resized(traced: Traced, values: Sequence[int]) -> Traced:
     lowering = Lowering(module.model, module.graph_module, facts, parts, module.call)
     rows = lowering.tensors()
     inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
-    ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))
+    owned, _ = lowering.ownership(rows)
+    ops = (
+        replace(op, saved_bytes=saved, frozen_bytes=own.frozen)
+        for op, saved, own in zip(traced.ops, inside, owned, strict=True)
+    )
     module = replace(module, facts=facts)
     return replace(traced, ops=tuple(ops), tensors=tuple(row for row, _ in rows), module=module)
 

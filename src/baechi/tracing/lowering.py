@@ -361,11 +361,7 @@ class Lowering:
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
         """The operators, with these tensors between them."""
         tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
-        read = [row for row, _ in tensors if row.consumers or row.kept]
-        linked = {op for row in read for op in (row.producer, *row.consumers)}
-        owned, groups = self._ownership(linked)
-        for own, casts in zip(owned, self._casts, strict=True):
-            own.frozen += casts.nbytes
+        owned, groups = self.ownership(tensors)
         inside = self.saved_inside(tensor_of)
         names: set[str] = set()
         ops = []
@@ -418,12 +414,26 @@ class Lowering:
             found.append(nbytes - self._casts[op].saved_bytes)
         return found
 
+    def ownership(
+        self, tensors: Sequence[tuple[TracedTensor, int | None]]
+    ) -> tuple[list[_Owned], dict[int, str]]:
+        """The state each op owns, with casts of it that are kept, and the groups of ops.
+
+        A group shares a parameter or a counter.
+        """
+        read = [row for row, _ in tensors if row.consumers or row.kept]
+        owned, groups = self._ownership(
+            {op for row in read for op in (row.producer, *row.consumers)}
+        )
+        for own, casts in zip(owned, self._casts, strict=True):
+            own.frozen += casts.nbytes
+        return owned, groups
+
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
-        """The state each op owns, and the groups of ops that share a parameter or a counter.
+        """The same without casts; of ops that read another's result, or whose results are read.
 
         State is counted once, by storage, at the first operator that uses it; a parameter at the
         first that may send it a gradient, which one under `no_grad` does not.
-        `linked` are the ops that read another's result, or whose results are read.
         """
         n = len(self._parts.nodes_of_op)
         backward = set(filter(self._has_backward, range(n)))
