@@ -308,12 +308,12 @@ def test_other_sizes_of_what_stays_whole_have_plans_of_their_own(kind: str, said
     unsplit, model = AtAnySize(kind), AtAnySize(kind)
     remarks: list[str] = []
     with one_thread():
-        placed = lazily(model, placer=baechi.RandomPlacer(1), max_shapes=3)
-        for shape in ((2, 6), (2, 9), (2, 6)):
+        placed = lazily(model, placer=baechi.RandomPlacer(1), max_shapes=4)
+        for shape in ((2, 6), (2, 9), (2, 4), (2, 6)):
             args = (torch.randn(*shape, 8), torch.randn(shape))
             assert_one_step(unsplit, placed, args)
             remarks += placed.remarks
-        assert len(placed._specializations) == 2
+        assert len(placed._specializations) == 3
         assert any("a plan for each shape" in remark for remark in remarks)
         with pytest.raises(TraceError, match=said):
             trace(AtAnySize(kind), args, places=frozenset({(0, 1), (1, 1)}))

@@ -89,7 +89,7 @@ Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 @final
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of every operator that runs inside, after it ran, as of those of a `while_loop`."""
+    """Tells of every operator that runs inside, a `while_loop`'s among them, after it ran."""
 
     supports_higher_order_operators = True
 
@@ -101,8 +101,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            parts = (self._watched(a) if callable(a) else a for a in args)
-            return func(*parts, **(kwargs or {}))
+            args = tuple(self._watched(a) if callable(a) else a for a in args)
         result = func(*args, **(kwargs or {}))
         self._seen(func, args, kwargs or {}, result)
         return result

@@ -5,7 +5,8 @@ runs whole operators. Where one begins early, as `scores = q @ k` does that a la
 writes, its first nodes move behind what the clock runs before it. So its memory is there when the
 clock says.
 
-Complexity: O(nodes + sum of the ways that nodes are tried on), which end at a node's first reader.
+Complexity: O(nodes + steps): a node that may move is tried behind one node after another, up to its
+first reader.
 """
 
 from collections.abc import Mapping
