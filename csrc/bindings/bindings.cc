@@ -63,7 +63,8 @@ OutArray<T> column(const std::shared_ptr<LargeVector<R>>& rows, T R::* member) {
   return {first, {rows->size()}, owner, {stride}};
 }
 
-void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
+void init_graph(Graph* graph, Array<int64_t> workspace, Array<int64_t> beside_begin,
+                Array<int32_t> beside, Array<int64_t> beside_bytes, Array<int32_t> group,
                 Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
                 Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers) {
   new (graph) Graph();
@@ -71,6 +72,8 @@ void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
   graph->tensors = size_of(producer.shape(0));
   graph->groups = size_of(group_persistent.shape(0));
   graph->workspace = vector_of(workspace);
+  graph->beside = {vector_of(beside_begin), vector_of(beside)};
+  graph->beside_bytes = vector_of(beside_bytes);
   graph->group = vector_of(group);
   graph->group_persistent = vector_of(group_persistent);
   graph->producer = vector_of(producer);
@@ -255,8 +258,8 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
 
   nb::class_<Graph>(m, "Graph")
-      .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
-           "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a);
+      .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "beside_begin"_a, "beside"_a,
+           "beside_bytes"_a, "group"_a, "group_persistent"_a, "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a);
 
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,

@@ -115,7 +115,7 @@ void Moments::add(const Moment& moment, const std::vector<int32_t>& of, int64_t*
         }
       }
     }
-    if (moment.op < 0) stays += std::min<int64_t>(0, problem_.workspace[op]);
+    if (moment.op < 0) stays += std::min<int64_t>(0, problem_.least_workspace[op]);
     bytes(op) += std::max<int64_t>(0, stays);
   }
   if (moment.op >= 0) bytes(moment.op) += needs(moment.op);

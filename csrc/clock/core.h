@@ -89,6 +89,9 @@ struct Graph {
   int32_t ops = 0, tensors = 0, groups = 0;
 
   Shared<int64_t> workspace;         // per op; below 0 where outputs take the room of its inputs
+  Shared<int64_t> least_workspace;   // per op, what it takes wherever other ops are
+  SharedRows beside;                 // per op, others without which it takes less, ascending
+  Shared<int64_t> beside_bytes;      // per entry of `beside`, how much less
   Shared<int32_t> group;             // per op; an op without a group is alone in its own
   Shared<int64_t> group_persistent;  // per group, the sum of its ops
   SharedRows group_ops;              // per group, ops ascending
@@ -100,8 +103,20 @@ struct Graph {
   Shared<uint8_t> kept;      // per tensor
   SharedRows consumers;      // per tensor, ops ascending
 
-  // Derives group_ops, inputs, outputs and output_bytes from the rest.
+  // Derives group_ops, inputs, outputs, output_bytes and least_workspace from the rest.
   void derive();
+  // The workspace of an op that runs in `pool`; `pool_of` gives that of another op, or -1 where it
+  // is launched later: it takes less without those that are elsewhere.
+  template <typename PoolOf>
+  int64_t workspace_in(int32_t pool, int32_t op, PoolOf pool_of) const {
+    int64_t bytes = workspace[op];
+    if (beside.values.empty()) return bytes;
+    for (int64_t i = beside.begin[op]; i < beside.begin[op + 1]; ++i) {
+      const int32_t other = pool_of(beside.values[static_cast<size_t>(i)]);
+      if (other >= 0 && other != pool) bytes -= beside_bytes[static_cast<size_t>(i)];
+    }
+    return bytes;
+  }
 };
 
 struct Problem : Graph {
@@ -345,6 +360,12 @@ class Timeline {
     return problem_.busy_ns(op, device, overhead_ns_);
   }
   void release(int32_t tensor);
+  // What the op takes while it runs in a pool, besides inputs and outputs.
+  int64_t workspace_in(int32_t pool, int32_t op) const {
+    return problem_.workspace_in(pool, op, [this](int32_t other) {
+      return committed(other) ? problem_.pool[device_[other]] : -1;
+    });
+  }
   // Prefetch data that `fold` will read soon.
   void fetch_op(int32_t op, int32_t device) const;
   void fetch_tensors(int32_t op) const;

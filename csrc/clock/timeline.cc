@@ -56,6 +56,17 @@ void Graph::derive() {
   std::vector<int64_t> sums(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) sums[producer[t]] += nbytes[t];
   output_bytes = std::move(sums);
+  if (beside.values.empty()) {
+    least_workspace = workspace;
+    return;
+  }
+  std::vector<int64_t> least(workspace.begin(), workspace.end());
+  for (int32_t op = 0; op < ops; ++op) {
+    for (int64_t i = beside.begin[op]; i < beside.begin[op + 1]; ++i) {
+      least[op] -= beside_bytes[static_cast<size_t>(i)];
+    }
+  }
+  least_workspace = std::move(least);
 }
 
 void Problem::finish() {
@@ -221,7 +232,7 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
     if (problem_.group_ops.size(group) > 1) room -= held_back_[pool];
   }
   const int64_t start = *earliest, end = start + busy_ns(op, device);
-  const int64_t workspace = end > start ? problem_.workspace[op] : 0;
+  const int64_t workspace = end > start ? workspace_in(pool, op) : 0;
   int64_t missing = 0, staying = problem_.output_bytes[op];
   for (const Planned& transfer : planned_) {
     const int64_t nbytes = problem_.nbytes[transfer.tensor];
@@ -298,7 +309,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
   released_.clear();
   reserve(op, device);
   device_[op] = device;
-  const int64_t workspace = end > start ? problem_.workspace[op] : 0;
+  const int64_t workspace = end > start ? workspace_in(pool, op) : 0;
   profile.add(start, problem_.output_bytes[op] + workspace);
   profile.add(end, -workspace);
   for (int32_t tensor : Row(problem_.outputs, op)) {

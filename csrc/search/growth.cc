@@ -123,6 +123,8 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
     if (share < 1) memory = static_cast<int64_t>(static_cast<double>(memory) * share);
   }
   part.workspace = std::move(workspace);
+  part.beside = {};  // as if all of them were together
+  part.beside_bytes = {};
   part.launch = std::move(launch);
   part.group = std::move(group);
   part.group_persistent = std::move(persistent);

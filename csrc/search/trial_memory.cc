@@ -56,7 +56,9 @@ Overflow Trial::overflow() {
   for (int32_t op = 0; op < problem_.ops; ++op) {
     const int32_t pool = problem_.pool[device_[op]];
     const int64_t from = start(op);
-    const int64_t running = problem_.workspace[op];
+    const int64_t running = problem_.workspace_in(pool, op, [&](int32_t other) {
+      return position_[other] < position_[op] ? problem_.pool[device_[other]] : -1;
+    });
     if (running != 0 && end_[op] > from) {
       add(pool, from, problem_.output_bytes[op] + running);
       add(pool, end_[op], -running);

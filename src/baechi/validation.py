@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar, final
 
 from baechi.errors import InputError
@@ -121,6 +122,14 @@ def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
     if set(map(type, row)) <= {int} and (not row or (min(row) >= 0 and max(row) <= INT64_MAX)):
         return row
     return tuple(check_count(value, what) for value in row)
+
+
+def check_pairs(values: object, what: str) -> tuple[tuple[int, ...], ...]:
+    """`values` as a tuple of pairs of counts, whose first ones ascend."""
+    rows = tuple(check_counts(row, what) for row in check_row(values, what))
+    if any(len(row) != 2 for row in rows) or any(a[0] >= b[0] for a, b in pairwise(rows)):
+        raise InputError(f"{what} is {rows}; give pairs, and by their first number, each once.")
+    return rows
 
 
 def check_name(value: object, what: str) -> str:

@@ -31,6 +31,14 @@ def overlap(intervals):
     return any(b[0] < a[1] for a, b in pairwise(rows))
 
 
+def absent_bytes(schedule, pool_of, op, row):
+    """Of its workspace what is held only beside ops that were launched before, elsewhere."""
+    where = [(span.op, pool_of[span.device]) for span in schedule.spans]
+    rank = [other for other, _ in where].index(op)
+    elsewhere = {other for other, pool in where[:rank] if pool != where[rank][1]}
+    return sum(nbytes for other, nbytes in row.beside if other in elsewhere)
+
+
 def memory_at(graph, schedule, pool_of, pool, time):
     """Bytes in use in a pool at a time, from the spans and transfers alone."""
     spans = {span.op: span for span in schedule.spans}
@@ -39,7 +47,8 @@ def memory_at(graph, schedule, pool_of, pool, time):
         span = spans[op]
         if pool_of[span.device] == pool:
             total += row.persistent_bytes
-            total += row.net_workspace_bytes * (span.start_ns <= time < span.end_ns)
+            workspace = row.net_workspace_bytes - absent_bytes(schedule, pool_of, op, row)
+            total += workspace * (span.start_ns <= time < span.end_ns)
     for t, tensor in enumerate(graph.tensors):
         made = spans[tensor.producer]
         sent = [row for row in schedule.transfers if row.tensor == t]

@@ -124,6 +124,7 @@ def test_networkx_sees_the_same_graph():
         "phase": "forward",
         "forward": (),
         "launch_ns": 0,
+        "beside": (),
     }
     assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
 
@@ -138,7 +139,9 @@ def test_the_digest_is_of_everything():
         OpGraph((A, B), (Tensor(0, (1,), 7),)),
     ]
     others.append(replace(graph, ops=(replace(A, launch_ns=7), B)))
-    assert len({graph.digest, *(other.digest for other in others)}) == 7
+    held = [replace(B, workspace_bytes=9), replace(B, workspace_bytes=9, beside=((0, 5),))]
+    others += [replace(graph, ops=(A, op)) for op in held]
+    assert len({graph.digest, *(other.digest for other in others)}) == 9
     # Of a format that files keep: this number may not change.
     assert OpGraph(()).digest.startswith("af31b5cc")
 
@@ -151,6 +154,7 @@ def test_the_digest_is_of_the_canonical_json(graph, name, group):
             [op.name, op.time_ns, op.persistent_bytes, op.workspace_bytes, op.group]
             + ([op.late_bytes, op.reused_bytes] if op.reused_bytes or op.launch_ns else [])
             + ([op.launch_ns] if op.launch_ns else [])
+            + ([op.beside] if op.beside else [])
             for op in graph.ops
         ],
         "tensors": [[t.producer, t.consumers, t.nbytes, t.kept] for t in graph.tensors],

@@ -47,8 +47,13 @@ def test_arrays_are_the_columns_of_the_graph(graph):
             assert (arrays.op_group[op] == arrays.op_group[other]) == together
     first = [arrays.op_group.tolist().index(group) for group in range(arrays.groups)]
     assert first == sorted(first)
+    rows = [row for op in graph.ops for row in op.beside]
+    assert list(zip(arrays.beside.tolist(), arrays.beside_bytes.tolist(), strict=True)) == rows
+    begin = [sum(len(op.beside) for op in graph.ops[:i]) for i in range(len(graph.ops) + 1)]
+    assert arrays.beside_begin.tolist() == (begin if rows else [])
     running = [
         row.net_workspace_bytes
+        - sum(nbytes for _, nbytes in row.beside)
         + sum(graph.tensors[t].nbytes for t in graph.op_inputs[op] + graph.op_outputs[op])
         for op, row in enumerate(graph.ops)
     ]

@@ -241,9 +241,13 @@ class Oracle:
             stays = waits or (where == home and (tensor.kept or not tensor.consumers))
             if where == pool:
                 rows.append((copy.begin, step if stays else copy.last_use, tensor.nbytes))
+        launched = {}
         for op, (device, start, end) in self.spans.items():
-            if self.pool(device) == pool:
-                rows.append((start, end, self.graph.ops[op].net_workspace_bytes))
+            row, here = self.graph.ops[op], self.pool(device)
+            apart = sum(size for other, size in row.beside if launched.get(other, here) != here)
+            launched[op] = here
+            if here == pool:
+                rows.append((start, end, row.net_workspace_bytes - apart))
         return rows
 
     def persistent(self, pool):

@@ -37,7 +37,7 @@ speeds = st.sampled_from([1.0, 1.0, 0.5, 0.3, 2.0, 1.7])
 
 
 @st.composite
-def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=True):
+def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=True, besides=True):
     n = draw(st.integers(min_ops, max_ops))
     names = st.sampled_from([None, None, None, "g", "h"]) if grouped else st.none()
     ops = tuple(Op(f"op{i}", draw(times), draw(sizes), draw(sizes), draw(names)) for i in range(n))
@@ -57,10 +57,17 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=Tru
     ops = tuple(replace(op, reused_bytes=r) for op, r in zip(ops, reused, strict=True))
     if launched and draw(st.booleans()):
         ops = tuple(replace(op, launch_ns=draw(times | st.just(0))) for op in ops)
+    if besides and draw(st.booleans()):
+        ops = tuple(replace(op, beside=_beside(draw, op, n)) for op in ops)
     rows = {}
     if kinds and draw(st.booleans()):
         rows["fast"] = tuple(draw(times) for _ in range(n))
     return OpGraph(ops, tensors, rows)
+
+
+def _beside(draw, op, n):
+    others = sorted(draw(st.sets(st.integers(0, n - 1), max_size=2)))
+    return tuple((other, draw(st.integers(0, op.workspace_bytes // 2))) for other in others)
 
 
 @st.composite

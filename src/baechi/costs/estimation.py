@@ -152,6 +152,7 @@ def estimate(
             output_bytes=output_bytes,
             saved_bytes=op.saved_bytes + costs[op.key].saved_bytes,
             backward_workspace_bytes=held.workspace_bytes,
+            backward_beside=held.beside,
         )
         for op, output_bytes, held, (added_ns, launched_ns) in zip(
             traced.ops, traced.made_bytes, held_gradients(traced, scratch), added, strict=True

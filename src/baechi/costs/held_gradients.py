@@ -9,15 +9,15 @@ read. Autograd goes backward node by node, in the reverse of the program, and ho
     cat, stack              their inputs' gradients are parts of one tensor, which stays until the
                             last of them is used
 
-Both are counted for all operators whose nodes lie between. Which of them share a device is not
-known; so where they are apart this is more than is held, and never less.
+Both are counted for all operators whose nodes lie between. They are held where the whole tensor or
+the joined one was made, so not where an operator between lies on another device.
 
 Complexity: O(nodes + edges), with a sort, and the nodes between for each tensor that is held.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NamedTuple, final
@@ -28,6 +28,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.node_facts import Value
 
+_ANYWHERE: Final = -1  # the "operator" of what is held on a device that is not known
 _JOINS: Final = frozenset({"cat", "concat", "stack"})
 # They give the gradient that they get to what they read.
 _HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias", "sum"}
@@ -36,13 +37,15 @@ _HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias", "sum"}
 class Held(NamedTuple):
     """Bytes that an operator's backward needs beside what it makes.
 
-    Its scratch is gone at its end. The backward of one that joins takes `least_ns`, though it has
+    Its scratch is gone at its end. What is held for another operator is there on that one's device
+    alone: `beside` has rows of such operators, ascending, and bytes. The backward of one that joins takes `least_ns`, though it has
     no kernel: what takes no time has nothing beside what it makes, but a part that leaves its tape
     is copied beside the whole. So does that of one with several readers: their gradients are beside
     the sum of them.
     """
 
     workspace_bytes: int
+    beside: tuple[tuple[int, int], ...]
     least_ns: int
 
 
@@ -55,11 +58,30 @@ def held_gradients(traced: Traced, scratch: Sequence[int]) -> list[Held]:
     graph.add_parts()
     graph.add_joins()
     running, ending = [0] * len(traced.ops), list(scratch)
-    for beside, at_end, op in zip(graph.running, graph.ending, graph.ops, strict=True):
-        running[op], ending[op] = max(running[op], beside), max(ending[op], at_end)
-    joining = graph.joining
-    rows = enumerate(zip(running, ending, strict=True))
-    return [Held(beside + most, int(op in joining)) for op, (beside, most) in rows]
+    beside: dict[int, Counter[int]] = {}
+    for held, at_end, op in zip(graph.running, graph.ending, graph.ops, strict=True):
+        running[op], ending[op] = max(running[op], held.total()), max(ending[op], at_end)
+        beside[op] = held & beside.get(op, held)  # while each of its nodes runs
+    return [
+        Held(
+            running[op] + ending[op],
+            tuple(sorted(_elsewhere(traced, op, beside.get(op, _NOTHING)))),
+            int(op in graph.joining),
+        )
+        for op in range(len(traced.ops))
+    ]
+
+
+_NOTHING: Final[Counter[int]] = Counter()
+
+
+def _elsewhere(traced: Traced, op: int, held: Counter[int]) -> Iterator[tuple[int, int]]:
+    """What is held for operators that may be on another device than this one."""
+    group = traced.ops[op].group
+    for other, nbytes in held.items():
+        together = group is not None and group == traced.ops[other].group
+        if other not in (op, _ANYWHERE) and not together:
+            yield other, nbytes
 
 
 class _State(NamedTuple):
@@ -78,7 +100,7 @@ class _Gradients:
 
     Attributes:
         ops: The operators of the nodes that compute, in program order.
-        running: What is held beside the scratch of each.
+        running: What is held beside the scratch of each, by the operator whose device it is on.
         ending: What is held at the end of each.
     """
 
@@ -105,7 +127,7 @@ class _Gradients:
         self.ops = [op for _, op in rows]
         self._nodes = [*self._place]
         self._rank = {op: rank for rank, op in enumerate(self.ops)}  # of its last that computes
-        self.running = [0] * len(rows)
+        self.running = [Counter[int]() for _ in rows]
         self.ending = [0] * len(rows)
         # Bytes of the gradients that come to each operator, and of those that go from it, by the
         # operator to which they go.
@@ -147,7 +169,7 @@ class _Gradients:
             for rank in reversed(between):
                 while waiting and waiting[-1][0] > self._positions[rank]:
                     known += waiting.pop()[1]
-                self.running[rank] += max(nbytes - known, 0)
+                self.running[rank][self._op_of.get(base, _ANYWHERE)] += max(nbytes - known, 0)
                 if several:  # from other tapes they are added up before the tape's first operator
                     self.ending[rank] = max(self.ending[rank], 2 * nbytes - self._made(rank))
             own = self._rank.get(self._op_of.get(base, -1))
@@ -171,10 +193,11 @@ class _Gradients:
             end = bisect_right(states, one.last, key=attrgetter("first"))
             for other in states[i + 1 : end]:
                 early, late = sorted((one, other), key=lambda row: self._place[row.node])
-                for own, beside in ((early, late.waiting), (late, self._nbytes(early.node))):
+                waiting = (early, late, late.waiting), (late, early, self._nbytes(early.node))
+                for own, held, nbytes in waiting:
                     rank = self._rank.get(self._op_of.get(own.node, -1))
                     if rank is not None:
-                        self.running[rank] += beside
+                        self.running[rank][self._op_of.get(held.node, _ANYWHERE)] += nbytes
 
     def _waiting(self, state: fx.Node) -> list[tuple[int, int]]:
         """Where parts of a parameter are taken, and the bytes of their readers' gradients.
@@ -214,7 +237,11 @@ class _Gradients:
             parts = [source for source in node.all_input_nodes if self._is_graded(source)]
             if not parts:  # they have a gradient only since something was written into them
                 continue
-            last = min(self._last_use(source, place, inner) for source in parts)
+            joined = set[fx.Node]()
+            last = min(self._last_use(source, place, joined) for source in parts)
+            inner |= joined
+            # Of a part that is joined itself a copy may hold this one's parts elsewhere.
+            holder = _ANYWHERE if joined else self._op_of[node]
             # Of those that keep it one at least is here, and in the graph.
             nbytes, least = self._nbytes(node), min(map(self._nbytes, parts))
             beside = min(nbytes, self._came[self._op_of[node]])
@@ -228,7 +255,7 @@ class _Gradients:
                     waiting.update(self._sent[op])
                 come -= waiting.pop(op, 0)
                 now = come + self._came[op] + self.scratch[op]
-                self.running[rank] += min(max(now - beside, 0), nbytes - least)
+                self.running[rank][holder] += min(max(now - beside, 0), nbytes - least)
             own = self._owner(last)
             if own is not None:
                 begun[own] += min(max(come - beside, 0), nbytes - least)
@@ -262,7 +289,8 @@ class _Gradients:
         if base is not None and self._nbytes(node) >= self._nbytes(base):
             return self._last_use(base, place, joins)
         if base is None and operator_name(node) in _HAND_ON:
-            joins.add(node)
+            if operator_name(node) in _JOINS:
+                joins.add(node)
             sources = filter(self._is_graded, node.all_input_nodes)
             return min((self._last_use(one, place, joins) for one in sources), default=place)
         return 0 if node.op in ("placeholder", "get_attr") else place

@@ -320,6 +320,7 @@ def _rows(traced: Traced, measured: dict[str, Measured], microbatches: int) -> t
             "parameter_bytes": op.trained_bytes + op.frozen_bytes,
             "output_bytes": traced.made_bytes[index],
             "backward_workspace_bytes": held[index].workspace_bytes,
+            "backward_beside": held[index].beside,
             "backward_launch_ns": launch_ns,
             "remark": "; ".join(remarks),
         }

@@ -385,10 +385,14 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
     graph = graph.explicit
     end_ns = schedule.makespan_ns
     span_of = {span.op: span for span in schedule.spans}
+    launched: dict[int, int] = {}  # op -> memory
     for span in schedule.spans:
         op, memory = graph.ops[span.op], memory_of[span.device]
+        apart = (nbytes for other, nbytes in op.beside if launched.get(other, memory) != memory)
+        workspace = op.workspace_bytes - sum(apart)
+        launched[span.op] = memory
         yield Holding(memory, PERSISTENT, op.persistent_bytes, 0, end_ns)
-        yield Holding(memory, WORKSPACE, op.workspace_bytes, span.start_ns, span.end_ns)
+        yield Holding(memory, WORKSPACE, workspace, span.start_ns, span.end_ns)
         # Inputs that are already freed.
         yield Holding(memory, TENSORS, -op.reused_bytes, span.start_ns, span.end_ns)
     arrivals: dict[int, dict[int, int]] = defaultdict(dict)  # tensor -> memory -> start of copy

@@ -30,6 +30,7 @@ from baechi.validation import (
     check_counts,
     check_is,
     check_name,
+    check_pairs,
     check_row,
     settle,
 )
@@ -61,6 +62,9 @@ class Op:
         reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
             it frees while it runs.
         launch_ns: Time that the launching host is busy with it, where its device has a host.
+        beside: Rows `(op, bytes)`, ascending: so much of its workspace is there only beside that
+            op, such as a gradient that autograd holds where the op goes backward later. It is not
+            held where the op was launched before, into another memory.
         phase: Its part of a training step: `"forward"`, `"loss"`, `"backward"`, or
             `"recompute"` for an op of the backward that runs forward ops again.
         forward: The forward op (index) that a backward op belongs to; those that a recompute op
@@ -77,6 +81,7 @@ class Op:
     phase: Phase = "forward"
     forward: tuple[int, ...] = _NONE
     launch_ns: int = 0
+    beside: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -91,6 +96,7 @@ class Op:
             and max(amounts) <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
             and ((self.phase == "forward" and self.forward is _NONE) or self._has_phase())
+            and self.beside == ()
         ):
             return
         check_name(self.name, "op name")
@@ -99,6 +105,7 @@ class Op:
         settle(self, check_bytes, sizes, f"of op {self.name!r}")
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
+        object.__setattr__(self, "beside", self._checked_beside())
         what = f"forward of op {self.name!r}"
         object.__setattr__(self, "forward", tuple(sorted(check_counts(self.forward, what))))
         if not self._has_phase():
@@ -107,6 +114,18 @@ class Op:
                 "a forward op or a loss has none there, a backward op has the one op that it "
                 "belongs to, and a recompute op has those that it runs again."
             )
+
+    def _checked_beside(self) -> tuple[tuple[int, ...], ...]:
+        """The rows, if they are a part of the workspace."""
+        what = f"beside of op {self.name!r}"
+        rows = check_pairs(self.beside, what)
+        nbytes = sum(nbytes for _, nbytes in rows)
+        if nbytes > self.workspace_bytes:
+            raise InputError(
+                f"{what} has {nbytes} bytes, and its workspace_bytes are {self.workspace_bytes}; "
+                "they are a part of them."
+            )
+        return rows
 
     def _has_phase(self) -> bool:
         """True if `phase` is valid, and `forward` agrees with it."""
@@ -327,7 +346,16 @@ class OpGraph(StepStructure):
                 )
 
     def _check_parts(self) -> None:
-        """Late bytes are a part of their group's persistent ones, reused bytes of what is made."""
+        """Late bytes are a part of their group's persistent ones, reused bytes of what is made.
+
+        What is held beside an op is held beside one of the graph.
+        """
+        for op in self.ops:
+            if op.beside and op.beside[-1][0] >= len(self.ops):
+                raise InputError(
+                    f"beside of op {op.name!r} names op {op.beside[-1][0]}, but there are "
+                    f"{len(self.ops)} ops."
+                )
         if not any(op.late_bytes or op.reused_bytes for op in self.ops):
             return
         owners = self._owners()
@@ -405,13 +433,14 @@ class OpGraph(StepStructure):
         keep their digests, and so their placements.
         """
         # The text of json.dumps with sorted keys and no blanks, in half its time.
-        quote = json.encoder.encode_basestring_ascii
+        quote, compact = json.encoder.encode_basestring_ascii, (",", ":")
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
             f"{'null' if o.group is None else quote(o.group)}"
             f"{f',{o.late_bytes}' if o.late_bytes or o.reused_bytes or o.launch_ns else ''}"
             f"{f',{o.reused_bytes}' if o.reused_bytes or o.launch_ns else ''}"
-            f"{f',{o.launch_ns}' if o.launch_ns else ''}]"
+            f"{f',{o.launch_ns}' if o.launch_ns else ''}"
+            f"{f',{json.dumps(o.beside, separators=compact)}' if o.beside else ''}]"
             for o in self.ops
         )
         tensors = ",".join(
@@ -419,7 +448,7 @@ class OpGraph(StepStructure):
             f"{'true' if t.kept else 'false'}{',true' if t.order else ''}]"
             for t in self.tensors
         )
-        times = json.dumps(dict(self.times), sort_keys=True, separators=(",", ":"))
+        times = json.dumps(dict(self.times), sort_keys=True, separators=compact)
         text = f'{{"ops":[{ops}],"tensors":[{tensors}],"times":{times}}}'
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -5,7 +5,7 @@ pays for them once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
@@ -37,6 +37,10 @@ class GraphArrays:
         kept: Per tensor, 0 or 1.
         consumer_begin: Where the consumers of every tensor begin in `consumers`, and their number.
         consumers: Ops, ascending per tensor.
+        beside_begin: Where the rows of every op begin in the two below, and their number; empty
+            where there are none.
+        beside: Ops, as in `Op.beside`, ascending per op.
+        beside_bytes: How much less the workspace is without each of them.
     """
 
     times: NDArray[np.int64]
@@ -50,6 +54,9 @@ class GraphArrays:
     kept: NDArray[np.uint8]
     consumer_begin: NDArray[np.int64]
     consumers: NDArray[np.int32]
+    beside_begin: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    beside: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    beside_bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         for column in (*vars(self).values(), *self.kind_times.values()):
@@ -94,6 +101,9 @@ class GraphArrays:
         """The graph for C++, shared by all problems of this graph."""
         return _core.Graph(
             workspace=self.workspace,
+            beside_begin=self.beside_begin,
+            beside=self.beside,
+            beside_bytes=self.beside_bytes,
             group=self.op_group,
             group_persistent=self.group_persistent,
             producer=self.producer,
@@ -125,12 +135,22 @@ class GraphArrays:
         return np.repeat(values, np.diff(self.consumer_begin))
 
     @cached_property
+    def least_workspace(self) -> NDArray[np.int64]:
+        """The workspace of every op wherever the others are."""
+        if not len(self.beside):
+            return self.workspace
+        least = self.workspace.copy()
+        owners = np.repeat(np.arange(self.ops), np.diff(self.beside_begin))
+        np.subtract.at(least, owners, self.beside_bytes)
+        return least
+
+    @cached_property
     def running_bytes(self) -> NDArray[np.int64]:
-        """Bytes of inputs, outputs and workspace that every op needs while it runs.
+        """Bytes of inputs, outputs and workspace that every op needs wherever the others are.
 
         Exact where the ops and tensors take less than 2**62 bytes, which `Problem` checks.
         """
-        running = self.workspace.copy()
+        running = self.least_workspace.copy()
         np.add.at(running, self.producer, self.nbytes)
         np.add.at(running, self.consumers, self.per_consumer(self.nbytes))
         return running
@@ -153,6 +173,8 @@ def arrays_of(
     consumers = (consumer for tensor in tensors for consumer in tensor.consumers)
     keys = (index if op.group is None else op.group for index, op in enumerate(ops))
     groups: dict[int | str, int] = {}
+    rows = [row for op in ops for row in op.beside]
+    counts = np.array([0, *(len(op.beside) for op in ops)] if rows else [], np.int64)
     return GraphArrays(
         times=np.array([op.time_ns for op in ops], np.int64),
         kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
@@ -165,4 +187,7 @@ def arrays_of(
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
+        beside_begin=np.cumsum(counts),
+        beside=np.array([other for other, _ in rows], np.int32),
+        beside_bytes=np.array([nbytes for _, nbytes in rows], np.int64),
     )

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import final
 
-from baechi.validation import check_choice, check_count, check_is, check_name, check_row, settle
+from baechi.validation import (
+    check_choice,
+    check_count,
+    check_is,
+    check_name,
+    check_pairs,
+    check_row,
+    settle,
+)
 
 
 @final
@@ -32,6 +40,8 @@ class OpCost:
         forward_launch_ns: Time that the launching host is busy with its forward.
         backward_launch_ns: The same of its backward.
         inference_ns: Time of a forward without gradients; `None`: as long as the other.
+        backward_beside: Rows `(op, bytes)`, ascending: so much of `backward_workspace_bytes` is
+            there only on the device of that op of the model, whose gradient is held meanwhile.
     """
 
     forward_ns: int
@@ -49,12 +59,15 @@ class OpCost:
     forward_launch_ns: int = 0
     backward_launch_ns: int = 0
     inference_ns: int | None = None
+    backward_beside: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:
             object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
         known = [name for name in self.__slots__ if getattr(self, name) is not None]
-        settle(self, check_count, [name for name in known if name != "remark"], "of an op cost")
+        known = [name for name in known if name not in ("remark", "backward_beside")]
+        settle(self, check_count, known, "of an op cost")
+        settle(self, check_pairs, ["backward_beside"], "of an op cost")
 
 
 @final

@@ -72,7 +72,7 @@ class Demand:
         tables = {"": graph.arrays.times, **graph.arrays.kind_times}
         timed = np.logical_and.reduce([times > 0 for times in tables.values()])
         arrays = graph.explicit.arrays  # a forward need not share its device with late gradients
-        running = arrays.workspace.copy()
+        running = arrays.least_workspace.copy()
         np.add.at(running, arrays.producer, arrays.nbytes)
         running[~timed] = 0  # an op that takes no time holds nothing while it runs
         most = np.zeros(arrays.groups, np.int64)

@@ -13,8 +13,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
-from functools import cache, cached_property
-from operator import attrgetter
+from functools import cache, cached_property, reduce
+from operator import and_, attrgetter
 from typing import Any, final
 
 from baechi.errors import InputError
@@ -207,6 +207,7 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
             workspace_bytes=max(cost.workspace_bytes for cost in costs),
             backward_workspace_bytes=max(cost.backward_workspace_bytes or 0 for cost in costs),
             backward_reused_bytes=min(cost.backward_reused_bytes for cost in costs),
+            backward_beside=_least_beside(costs),
             inference_workspace_bytes=max(map(_inference_workspace, costs)),
             saved_bytes=max(cost.saved_bytes for cost in costs),
             forward_launch_ns=max(cost.forward_launch_ns for cost in costs),
@@ -214,6 +215,12 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
         )
         for costs in zip(*(profile.costs for profile in profiles), strict=True)
     ]
+
+
+def _least_beside(costs: Sequence[OpCost]) -> tuple[tuple[int, ...], ...]:
+    """What all profiles say is held beside others."""
+    first, *others = (Counter[int](dict(cost.backward_beside)) for cost in costs)
+    return tuple(sorted(reduce(and_, others, first).items()))
 
 
 def op_times(
@@ -255,7 +262,8 @@ def _ops(
     again = {op for unit in structure.units.values() for op in unit}
     times = zip(op_times(structure, costs), op_times(structure, costs, "launch_ns"), strict=True)
     for index, (row, (time_ns, launch_ns)) in enumerate(zip(structure.ops, times, strict=True)):
-        persistent = workspace = late_bytes = reused = 0
+        persistent = workspace = least = late_bytes = reused = 0
+        beside: tuple[tuple[int, ...], ...] = ()
         if row.phase == "forward":
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
             late_bytes = ops[index].cast_bytes
@@ -272,15 +280,18 @@ def _ops(
             shared = ops[own].shared_bytes
             workspace = (costs[own].backward_workspace_bytes or 0) + shared
             workspace += min(shared, largest.get(own, shared))
+            beside = costs[own].backward_beside
+            least = workspace - sum(nbytes for _, nbytes in beside)  # with all others elsewhere
             late_bytes = late.get(own, 0)
             made = sent[index] + late_bytes
             saved = costs[own].saved_bytes
             reused = min(costs[own].backward_reused_bytes, made, came[index] + saved)
             # At its end what came has gone, and a gradient of it is added to another reader's.
-            workspace = max(workspace, added.get(own, 0) - came[index] + max(reused - saved, 0))
+            least = max(least, added.get(own, 0) - came[index] + max(reused - saved, 0))
             if own in gathered:  # first what came is added up; with no kernel the sum is handed on
                 reused = max(reused, 0 if time_ns > 1 else made - gathered[own])
-                workspace = max(workspace, gathered[own] - made + reused)
+                least = max(least, gathered[own] - made + reused)
+            workspace = max(workspace, least)
         elif row.phase == "loss":  # autograd holds the gradient of a model's own to the end
             rows = (t for t in traced.tensors if t.scalar and t.kept and t.differentiable)
             persistent = max((min(t.nbytes, _MOST_SCALAR_BYTES) for t in rows), default=0)
@@ -292,7 +303,16 @@ def _ops(
             late_bytes=late_bytes,
             reused_bytes=reused,
             launch_ns=launch_ns,
+            beside=tuple(_at_most(beside, workspace - least)),
         )
+
+
+def _at_most(rows: Iterable[tuple[int, ...]], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Rows of ops and bytes, with so many bytes at most."""
+    for op, size in rows:
+        if taken := min(size, nbytes):
+            nbytes -= taken
+            yield op, taken
 
 
 def _structure(
