@@ -58,6 +58,24 @@ def test_gradients_of_a_weight_are_added_up_before_their_tape_ends(times: int) -
         assert seen <= said <= 1.05 * seen
 
 
+class Two(nn.Module):
+    """Two weights that are read on one tape, and again behind another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.other = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.other, self.a, self.b):
+            x = layer(x).tanh()
+        return x
+
+
+def test_gradients_of_several_weights_are_added_up_before_their_tape_ends() -> None:
+    for seen, said in peaks(Two(), torch.randn(4, 64), "other tanh_2"):
+        assert seen <= said <= 1.05 * seen
+
+
 class Joined(nn.Module):
     """Parts of a tensor that other operators read as a whole, joined again."""
 
@@ -529,3 +547,26 @@ class Shifted(nn.Module):
 def test_logits_beside_a_models_own_loss_get_no_gradient_from_the_caller() -> None:
     for seen, said in peaks(Shifted(), torch.randn(2, 16, 8), "head"):
         assert seen <= said <= 1.02 * seen
+
+
+class Gates(nn.Module):
+    """A recurrence whose gates are made all at once, and whose states are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.enter = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, x = self.gate(x), self.enter(x)
+        state = torch.zeros_like(x[:, 0])
+        states = []
+        for i in range(x.shape[1]):
+            state = gates[:, i] * state + x[:, i]
+            states.append(state)
+        return torch.stack(states, 1).tanh()
+
+
+@pytest.mark.parametrize("away", ["gate", "gate enter", "stack tanh", "gate stack", "enter tanh"])
+def test_the_gradient_of_a_whole_is_held_on_its_own_device(away: str) -> None:
+    for seen, said in peaks(Gates(), torch.randn(16, 48, 32), away):
+        assert seen <= said <= 1.06 * seen

@@ -37,11 +37,11 @@ _HAND_ON: Final = _JOINS | {"add", "clone", "contiguous", "alias", "sum"}
 class Held(NamedTuple):
     """Bytes that an operator's backward needs beside what it makes.
 
-    Its scratch is gone at its end. What is held for another operator is there on that one's device
-    alone: `beside` has rows of such operators, ascending, and bytes. The backward of one that joins takes `least_ns`, though it has
-    no kernel: what takes no time has nothing beside what it makes, but a part that leaves its tape
-    is copied beside the whole. So does that of one with several readers: their gradients are beside
-    the sum of them.
+    Its scratch is gone at its end. What is held for other operators, the rows `beside` of operators
+    and bytes, is on their devices alone. The backward of one that joins takes `least_ns`, though it
+    has no kernel: what takes no time has nothing beside what it makes, but a part that leaves its
+    tape is copied beside the whole. So does that of one with several readers: their gradients are
+    beside the sum of them.
     """
 
     workspace_bytes: int

@@ -219,8 +219,10 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
 
 def _least_beside(costs: Sequence[OpCost]) -> tuple[tuple[int, ...], ...]:
     """What all profiles say is held beside others."""
-    first, *others = (Counter[int](dict(cost.backward_beside)) for cost in costs)
-    return tuple(sorted(reduce(and_, others, first).items()))
+    rows = [Counter[int]() for _ in costs]
+    for row, cost in zip(rows, costs, strict=True):
+        row.update({op: nbytes for op, nbytes in cost.backward_beside})  # noqa: C416
+    return tuple(sorted(reduce(and_, rows).items()))
 
 
 def op_times(

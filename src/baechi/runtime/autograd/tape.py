@@ -355,9 +355,10 @@ class TapeCode:
 
     @cached_property
     def _readers(self) -> dict[int, int]:
-        """The slots of gradients that are added up after it, each with how many of a parameter's.
+        """The slots of gradients that are added up after it, and how many would wait together.
 
-        Those of parameters that it reads several times; on GPUs none.
+        They are of parameters that it reads several times; or that other tapes read, too, where
+        there are several of them. On GPUs there are none.
         """
         home = {total: total for total, _ in self.sums}
         home |= {slot: total for total, slot in self.sums}
@@ -365,7 +366,9 @@ class TapeCode:
         count = Counter(home[slot] for slot in own)
         if self.place.type != "cpu":
             return {}
-        return {slot: count[home[slot]] for slot in own if count[home[slot]] > 1}
+        least = 2 if len(own) > 1 else 1  # of one that is added to another tape's
+        waiting = {s: max(count[home[s]], 1 if home[s] == s else least) for s in own}
+        return {slot: many for slot, many in waiting.items() if many > 1}
 
     @contextmanager
     def _adding(self, step: Step, shares: Mapping[int, torch.Tensor]) -> Iterator[None]:
