@@ -57,30 +57,30 @@ def held_gradients(traced: Traced, scratch: Sequence[int]) -> list[Held]:
     graph = _Gradients(traced, scratch)
     graph.add_parts()
     graph.add_joins()
-    running, ending = [0] * len(traced.ops), list(scratch)
+    running = [0] * len(traced.ops)
     beside: dict[int, Counter[int]] = {}
+    ending = [Counter({_ANYWHERE: nbytes}) for nbytes in scratch]
     for held, at_end, op in zip(graph.running, graph.ending, graph.ops, strict=True):
-        running[op], ending[op] = max(running[op], held.total()), max(ending[op], at_end)
+        running[op] = max(running[op], held.total())
         beside[op] = held & beside.get(op, held)  # while each of its nodes runs
-    return [
-        Held(
-            running[op] + ending[op],
-            tuple(sorted(_elsewhere(traced, op, beside.get(op, _NOTHING)))),
-            int(op in graph.joining),
-        )
-        for op in range(len(traced.ops))
-    ]
+        ending[op] |= at_end
+    rows = []
+    for op, ends in enumerate(ending):
+        most = ends.most_common(2)
+        ((holder, nbytes),) = most[:1] or [(_ANYWHERE, 0)]
+        elsewhere = beside.get(op, Counter[int]()).copy()
+        elsewhere[holder] += nbytes - sum(second for _, second in most[1:])
+        apart = tuple(sorted(_apart(traced, op, elsewhere)))
+        rows.append(Held(running[op] + nbytes, apart, int(op in graph.joining)))
+    return rows
 
 
-_NOTHING: Final[Counter[int]] = Counter()
-
-
-def _elsewhere(traced: Traced, op: int, held: Counter[int]) -> Iterator[tuple[int, int]]:
+def _apart(traced: Traced, op: int, held: Counter[int]) -> Iterator[tuple[int, int]]:
     """What is held for operators that may be on another device than this one."""
     group = traced.ops[op].group
     for other, nbytes in held.items():
         together = group is not None and group == traced.ops[other].group
-        if other not in (op, _ANYWHERE) and not together:
+        if nbytes and other not in (op, _ANYWHERE) and not together:
             yield other, nbytes
 
 
@@ -101,7 +101,7 @@ class _Gradients:
     Attributes:
         ops: The operators of the nodes that compute, in program order.
         running: What is held beside the scratch of each, by the operator whose device it is on.
-        ending: What is held at the end of each.
+        ending: What is held at the end of each, if that is the most, by the same.
     """
 
     traced: Traced
@@ -128,7 +128,7 @@ class _Gradients:
         self._nodes = [*self._place]
         self._rank = {op: rank for rank, op in enumerate(self.ops)}  # of its last that computes
         self.running = [Counter[int]() for _ in rows]
-        self.ending = [0] * len(rows)
+        self.ending = [Counter[int]() for _ in rows]
         # Bytes of the gradients that come to each operator, and of those that go from it, by the
         # operator to which they go.
         self._came = [0] * len(self.traced.ops)
@@ -156,7 +156,7 @@ class _Gradients:
                 taken.setdefault(base, []).append(place)
         states: list[_State] = []
         for base, places in taken.items():
-            nbytes = self._nbytes(base)
+            nbytes, holder = self._nbytes(base), self._op_of.get(base, _ANYWHERE)
             between = self._between(self._place[base] + 1, places[-1])
             if not between:
                 continue  # the operator's own backward was measured with them
@@ -169,19 +169,19 @@ class _Gradients:
             for rank in reversed(between):
                 while waiting and waiting[-1][0] > self._positions[rank]:
                     known += waiting.pop()[1]
-                self.running[rank][self._op_of.get(base, _ANYWHERE)] += max(nbytes - known, 0)
+                self.running[rank][holder] += max(nbytes - known, 0)
                 if several:  # from other tapes they are added up before the tape's first operator
-                    self.ending[rank] = max(self.ending[rank], 2 * nbytes - self._made(rank))
+                    self._end(rank, holder, 2 * nbytes - self._made(rank))
             own = self._rank.get(self._op_of.get(base, -1))
             if several and own is not None:  # which may be the whole tensor's own
                 parts = sorted(self._read_bytes(self._nodes[place]) for place in places)
                 beside = 3 * nbytes - sum(parts[:2]) - self._made(own)
-                self.ending[own] = max(self.ending[own], beside)
+                self._end(own, holder, beside)
             for place in places:
                 rank = bisect_right(self._positions, place)
                 if rank < len(self.ops):  # its backward ends where the part's becomes the whole's
                     total = nbytes if place == places[-1] else 2 * nbytes
-                    self.ending[rank] = max(self.ending[rank], total)
+                    self._end(rank, holder, total)
         self._add_mingled(sorted(states, key=attrgetter("first", "last")))
 
     def _add_mingled(self, states: Sequence[_State]) -> None:
@@ -262,7 +262,12 @@ class _Gradients:
         for rank, held in begun.items():  # first the views' gradients become one of the whole
             op = self.ops[rank]
             whole = self.traced.gathered_bytes.get(op, 0) - self._made(rank)
-            self.ending[rank] = held + max(self.ending[rank], whole, self.scratch[op])
+            most = max(self.ending[rank].values(), default=0)
+            self._end(rank, _ANYWHERE, held + max(most, whole, self.scratch[op]))
+
+    def _end(self, rank: int, holder: int, nbytes: int) -> None:
+        """So much is held for an operator at the end of one, or more."""
+        self.ending[rank] |= Counter({holder: nbytes})
 
     def _owner(self, place: int) -> int | None:
         """The rank of the operator that a view at a position belongs to; None if it is no view."""
