@@ -333,6 +333,11 @@ def test_a_kind_has_its_own_times():
     assert run(graph, cluster, (1,)).makespan_ns == 20
 
 
+BESIDE = OpGraph(
+    (Op("a", 5), Op("b", 5, 0, 50, beside=((0, 30), (2, 10))), Op("c", 5)), (Tensor(0, (1,), 0),)
+)
+
+
 @pytest.mark.parametrize(
     ("graph", "devices", "peaks"),
     [
@@ -357,6 +362,11 @@ def test_a_kind_has_its_own_times():
         # Half-open: what ends when something starts is gone; what takes no time holds nothing.
         (OpGraph((Op("a", 5, 0, 10), Op("b", 5, 0, 10))), (0, 0), (10, 0)),
         (OpGraph((Op("a", 0, 0, 10),), (Tensor(0, (), 9, kept=True),)), (0,), (0, 0)),
+        # What is held beside an op is not held where that is elsewhere, and was launched before.
+        (BESIDE, (0, 0, 0), (50, 0)),
+        (BESIDE, (1, 0, 0), (20, 0)),
+        (BESIDE, (0, 0, 1), (50, 0)),
+        (BESIDE, (1, 0, 1), (20, 0)),
     ],
 )
 def test_memory_by_hand(graph, devices, peaks):
