@@ -1,7 +1,5 @@
 """The lowering of a partition of fx nodes to operators and the tensors between them.
 
-Users of one parameter (or of a buffer that is written) share a group: they run on one
-device but may be launched apart. Buffers and constants that are only read travel as tensors.
 A tensor of the result is a storage, whichever views of it are read.
 
 Complexity: O(nodes + edges), with a sort.
@@ -10,13 +8,10 @@ Complexity: O(nodes + edges), with a sort.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import final
 
-import torch
 from torch import fx, nn
 
-from baechi.records.optimizer_state import TrainedParameter
-from baechi.torch_support.storages import memory_of
 from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.families import Family
@@ -31,10 +26,11 @@ from baechi.tracing.guards import Attributes
 from baechi.tracing.node_facts import Facts, Value
 from baechi.tracing.node_order import order_nodes
 from baechi.tracing.operator_key import operator_key
-from baechi.tracing.partition import Partition, UnionFind, attribute
+from baechi.tracing.partition import Partition
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 from baechi.tracing.shared_casts import cached_casts
+from baechi.tracing.state_ownership import Owned, StateOwnership, crossing_bytes
 
 
 @final
@@ -115,28 +111,6 @@ def lower(
     return ops, routed(rows, facts, parts, routes), traced
 
 
-_SMALL_PART: Final = 4  # this much of a buffer, at most, counts twice where it lives
-
-
-def _may_fuse(layer: nn.Module) -> bool:
-    """True if it may be one kernel in evaluation without gradients, with all weights together."""
-    attention = layer.self_attn if isinstance(layer, nn.TransformerEncoderLayer) else layer
-    return isinstance(attention, nn.MultiheadAttention) and attention.batch_first
-
-
-@final
-@dataclass
-class _Owned:
-    """State that an operator owns: bytes and names; and per storage what later ones share."""
-
-    trained: int = 0
-    frozen: int = 0
-    names: list[str] = field(default_factory=list)
-    shared: dict[int, int] = field(default_factory=dict)
-    parameters: list[TrainedParameter] = field(default_factory=list)
-    lent: list[tuple[int, ...]] = field(default_factory=list)
-
-
 @final
 class Lowering:
     """The operators and tensors of one partition."""
@@ -152,10 +126,7 @@ class Lowering:
         self._module = module
         self._facts = facts
         self._parts = parts
-        named = [*model.named_buffers(), *model.named_parameters()]
-        self._owner = {id(tensor): name for name, tensor in named}
-        layers = [module for module in model.modules() if _may_fuse(module)]
-        self._layer = {id(p): layer for layer in reversed(layers) for p in layer.parameters()}
+        self._state = StateOwnership(model, module, facts, parts)
         values = (value for fact in facts.nodes.values() for value in fact.values)
         cast = call.autocast.dtypes if call.autocast.cached else ()
         self._casts = cached_casts(parts.nodes_of_op, facts, cast)
@@ -216,7 +187,7 @@ class Lowering:
             tensor = TracedTensor(
                 home,
                 tuple(readers),
-                self._crossing_bytes(storage),
+                crossing_bytes(self._facts, self._parts, storage),
                 # A buffer that travels stays where it lives: kept, so that its bytes count once.
                 # So is an argument that forward writes: the caller reads it.
                 kept=storage in kept
@@ -237,23 +208,6 @@ class Lowering:
             rows.append((TracedTensor(op, tuple(readers), 0, op in returned, flows, made), None))
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
-
-    def _crossing_bytes(self, storage: int) -> int:
-        """The bytes of a storage; of a buffer, such as a table of positions, of the parts read.
-
-        Where these are small: the buffer counts beside them where it lives.
-        """
-        nbytes, home = self._facts.storages[storage].nbytes, self._parts.home(storage)
-        if home is None or not self._parts.is_source(storage):
-            return nbytes
-        read = sum(
-            value.nbytes
-            for node in self._parts.nodes_of_op[home]
-            for value in self._parts.values(node)
-            if value.storage == storage
-            and any(self._parts.op_of.get(user) != home for user in node.users)
-        )
-        return read if read * _SMALL_PART <= nbytes else nbytes
 
     def _gradient_bytes(
         self,
@@ -416,118 +370,18 @@ class Lowering:
 
     def ownership(
         self, tensors: Sequence[tuple[TracedTensor, int | None]]
-    ) -> tuple[list[_Owned], dict[int, str]]:
+    ) -> tuple[list[Owned], dict[int, str]]:
         """The state each op owns, with casts of it that are kept, and the groups of ops.
 
         A group shares a parameter or a counter.
         """
         read = [row for row, _ in tensors if row.consumers or row.kept]
-        owned, groups = self._ownership(
-            {op for row in read for op in (row.producer, *row.consumers)}
-        )
+        linked = {op for row in read for op in (row.producer, *row.consumers)}
+        backward = set(filter(self._has_backward, range(len(self._parts.nodes_of_op))))
+        owned, groups = self._state.of(backward, linked)
         for own, casts in zip(owned, self._casts, strict=True):
             own.frozen += casts.nbytes
         return owned, groups
-
-    def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
-        """The same without casts; of ops that read another's result, or whose results are read.
-
-        State is counted once, by storage, at the first operator that uses it; a parameter at the
-        first that may send it a gradient, which one under `no_grad` does not.
-        """
-        n = len(self._parts.nodes_of_op)
-        backward = set(filter(self._has_backward, range(n)))
-        owned = [_Owned() for _ in range(n)]
-        users: dict[int, set[int]] = defaultdict(set)
-        labels: dict[int, str] = {}
-        lent: dict[int, tuple[int, int]] = {}  # owner and bytes of what has a gradient
-        seen: set[str] = set()
-        fused: dict[nn.Module, set[int]] = defaultdict(set)
-        union = UnionFind(n)
-        for node in self._parts.program:
-            for label, tensor, storage in self._state_of(node):
-                readers = self._readers(node, storage)
-                if not readers:
-                    continue
-                key = memory_of(tensor)
-                new = key not in users
-                users[key].update(readers)
-                if layer := self._layer.get(id(tensor)):
-                    fused[layer].update(readers)
-                    labels.setdefault(key, label)
-                runs = node.op == "get_attr" and node in self._parts.op_of
-                travels = runs and self._parts.travels(node)
-                nbytes = tensor.untyped_storage().nbytes()
-                grading = users[key] & backward if tensor.requires_grad and not runs else set()
-                first = min(grading or users[key])
-                if not travels and len(users[key]) > 1:
-                    union.union(users[key])
-                    labels.setdefault(key, label)
-                for op in sorted(grading)[:-1]:
-                    owned[op].shared.setdefault(key, nbytes)
-                if tensor.requires_grad and label not in seen:
-                    # An optimizer keeps state for every parameter, if two share a storage too.
-                    seen.add(label)
-                    trained = TrainedParameter(tuple(tensor.shape), tensor.element_size())
-                    owned[first].parameters.append(trained)
-                if new:
-                    owner = owned[first]
-                    owner.names.append(label)
-                    owner.trained += nbytes if tensor.requires_grad else 0
-                    if grading:
-                        lent[key] = first, nbytes
-                    stays = not travels or self._crossing_bytes(storage) < nbytes
-                    owner.frozen += nbytes if stays and not tensor.requires_grad else 0
-        for key, (owner_op, nbytes) in lent.items():
-            later = sorted(op for op in users[key] & backward if op > owner_op)
-            owned[owner_op].lent += [(nbytes, *later)] if later else []
-        for together in fused.values():
-            union.union(together)
-        self._join_split_views(union)
-        _join_counters(union, owned, linked)
-        members: dict[int, list[int]] = defaultdict(list)
-        for op in range(n):
-            members[union.find(op)].append(op)
-        titles = {union.find(min(users[key])): label for key, label in labels.items()}
-        groups = {
-            op: f"shared:{titles.get(root, self._parts.nodes_of_op[root][0].name)}"
-            for root, ops in members.items()
-            if len(ops) > 1
-            for op in ops
-        }
-        return owned, groups
-
-    def _join_split_views(self, union: UnionFind) -> None:
-        """A view that could not join its base's operator at least shares its device."""
-        for node, op in self._parts.op_of.items():
-            for value in self._parts.values(node):
-                home = self._parts.home(value.storage)
-                if home is not None and home != op:
-                    union.union([home, op])
-
-    def _state_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, int]]:
-        """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
-        target = str(node.target)
-        tensors: list[torch.Tensor] = []
-        if node.op == "get_attr" and self._parts.values(node):
-            tensors = [attribute(self._module, target)]
-        elif node.op == "call_module":
-            leaf = self._module.get_submodule(target)
-            tensors = [*leaf.parameters(), *leaf.buffers()]
-        storage_of = self._parts.storage_of
-        return [
-            (self._owner.get(id(t), target), t, storage_of.get(memory_of(t), -1)) for t in tensors
-        ]
-
-    def _readers(self, node: fx.Node, storage: int) -> list[int]:
-        if node.op == "call_module":
-            return [self._parts.op_of[node]]
-        readers = {self._parts.op_of[u] for u in self._parts.users(node) if u in self._parts.op_of}
-        for position in self._parts.touches[storage]:
-            touching = self._parts.program[position]
-            if touching in self._parts.op_of and (touching.op != "get_attr" or touching is node):
-                readers.add(self._parts.op_of[touching])
-        return sorted(readers)
 
     def _anchor(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """The node that names the operator: the first that makes a storage, else the first."""
@@ -537,19 +391,6 @@ class Lowering:
             if makes and node.op != "get_attr":
                 return node
         return nodes[0]
-
-
-def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) -> None:
-    """Join ops that only write a submodule's state, such as a call counter, to that submodule's op.
-
-    Nothing else draws it to a device, so it would go to one that is idle, and wake it up.
-    """
-    ops = [*sorted(linked), *sorted(set(range(len(owned))) - linked)]
-    rows = [(name.rpartition(".")[0], op) for op in ops for name in owned[op].names]
-    home = {owner: op for owner, op in reversed(rows) if op in linked}
-    for owner, op in rows:
-        if op not in linked and owner in home:
-            union.union([home[owner], op])
 
 
 def _unique(name: str, taken: set[str]) -> str:
