@@ -69,7 +69,7 @@ def test_a_training_step_fits_as_it_runs(graph, name, share):
     except InfeasibleError as error:
         assert find(Problem(graph, cluster), "fast", name) is None
         rows = {row.name: row for row in cluster.devices}
-        if error.extra_device in rows and "as a training step runs it" not in error.args[0]:
+        if error.extra_device in rows and "as a step runs it" not in error.args[0]:
             own = rows[error.extra_device]
             nbytes = own.memory_bytes + error.extra_bytes
             rows[own.name] = replace(own, memory_bytes=nbytes)

@@ -87,6 +87,17 @@ def test_a_cpu_holds_nothing(gpus: tuple[str | None, ...]) -> None:
     assert scheduled(INFERENCE, cluster, placement, gpus) == planned
 
 
+def test_what_stands_there_counts_before_its_op_is_launched() -> None:
+    ops = (Op("large", 5, 0, 100), Op("state:table", 0), Op("reader", 5))
+    graph = OpGraph(ops, (Tensor(0, (2,), 1), Tensor(1, (2,), 60, kept=True)))
+    assert graph.standing == {1}
+    cluster, placement = cluster_of("1GiB"), Placement(graph.digest, (0, 0, 1), (0, 1, 2))
+    assert simulate(graph, cluster, placement).peak_bytes == (101, 61)
+    assert scheduled(graph, cluster, placement, [None, None]).peak_bytes == (161, 61)
+    timed = OpGraph(graph.ops, graph.tensors, {"gpu": (5, 1, 5)})
+    assert not timed.standing
+
+
 def test_one_lane_holds_nothing_but_what_graphs_leave() -> None:
     cluster, placement = cluster_of("1GiB", 1), placement_of(INFERENCE, 0, 0, 0, 0)
     assert scheduled(INFERENCE, cluster, placement, LANES[:1]).peak_bytes == (210,)

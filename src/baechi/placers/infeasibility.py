@@ -129,8 +129,9 @@ def _explain_run(problem: Problem, placement: Placement) -> NoReturn:
     left = problem.device_memory
     more = ", ".join(f"{format_bytes(lacks)} more on {where}" for where, lacks in missing.items())
     text = (
-        "no placement was found that fits as a training step runs it, in the model's order inside "
-        f"of a segment. With {more} one was found; or add a device, or shrink the batch."
+        "no placement was found that fits as a step runs it, with buffers there from its beginning "
+        "and, in training, in the model's order inside of a segment. With "
+        f"{more} one was found; or add a device, or shrink the batch."
     )
     raise _infeasible(problem, text, op, left[device] + nbytes, left, nbytes, name)
 

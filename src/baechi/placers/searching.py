@@ -145,15 +145,15 @@ def arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Pla
 
 
 def missing_as_run(problem: Problem, placement: Placement) -> dict[str, int]:
-    """The bytes that devices lack in the order in which a training step runs, by name."""
+    """The bytes that devices lack in the order in which a step runs, by name."""
     graph, used = problem.graph, set(placement.devices)
-    trains = graph.is_training
+    reordered = graph.is_training or graph.standing
     is_run = len(used) < 2 and placement.order == tuple(range(len(graph.ops)))
-    if is_run or not (trains or problem.in_use(placement.devices) is not problem):
+    if is_run or not (reordered or problem.in_use(placement.devices) is not problem):
         return {}
     if ample_bytes(problem) <= min(problem.device_memory[device] for device in used):
         return {}
-    run = in_run_order(graph, placement) if trains else placement
+    run = in_run_order(graph, placement)
     peaks = replay(problem, run.devices, run.order).peaks()
     over = [peak - most for peak, most in zip(peaks, problem.pool_memory, strict=True)]
     rows = zip(problem.cluster.devices, problem.device_pool, strict=True)

@@ -262,8 +262,13 @@ def as_run(graph: OpGraph, segments: Sequence[Sequence[int]]) -> tuple[tuple[int
 
 
 def in_run_order(graph: OpGraph, placement: Placement) -> Placement:
-    """A placement in the order in which a training step runs it: segment after segment."""
-    return replace(placement, order=tuple(chain(*segments_of(graph, placement))))
+    """A placement in the order in which a step runs it: in training segment after segment.
+
+    What a device has from the beginning comes first.
+    """
+    trains = graph.is_training
+    order = tuple(chain(*segments_of(graph, placement))) if trains else placement.order
+    return replace(placement, order=tuple(sorted(order, key=lambda op: op not in graph.standing)))
 
 
 def _let_go(

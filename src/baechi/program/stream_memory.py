@@ -56,8 +56,8 @@ def scheduled(
 ) -> Schedule:
     """The schedule of a placement, with peaks as the program has them.
 
-    They include the bytes held by streams; those of a training step on CPUs are the larger of the
-    clock's and of the same in the order in which it runs (`in_run_order`).
+    They include the bytes held by streams; those of a step on CPUs are the larger of the clock's
+    and of the same in the order in which it runs (`in_run_order`).
 
     Args:
         graph: The placed graph.
@@ -70,7 +70,7 @@ def scheduled(
     schedule = simulate(graph, cluster, placement)
     if any(gpu is not None for gpu in gpus):
         peaks = _launched_peaks(graph, cluster, placement, gpus, replayed, program)
-    elif graph.is_training and placement.microbatches == 1:
+    elif (graph.is_training or graph.standing) and placement.microbatches == 1:
         run = simulate(graph, cluster, in_run_order(graph, placement))
         peaks = list(map(max, schedule.peak_bytes, run.peak_bytes))
     else:

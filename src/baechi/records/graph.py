@@ -465,6 +465,21 @@ class OpGraph(StepStructure):
         return FrozenDict({op.name: index for index, op in enumerate(self.ops)})
 
     @cached_property
+    def standing(self) -> frozenset[int]:
+        """The ops whose tensors are there before the step, such as buffers that are sent about.
+
+        They consume nothing, take no time, and all that they produce is kept.
+        """
+        rows = [[op.time_ns for op in self.ops], *self.times.values()]
+        return frozenset(
+            op
+            for op in self.inputs
+            if self.op_outputs[op]
+            and not any(row[op] for row in rows)
+            and all(self.tensors[tensor].kept for tensor in self.op_outputs[op])
+        )
+
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """The ops that consume nothing."""
         return tuple(op for op, tensors in enumerate(self.op_inputs) if not tensors)
