@@ -66,7 +66,9 @@ OutArray<T> column(const std::shared_ptr<LargeVector<R>>& rows, T R::* member) {
 void init_graph(Graph* graph, Array<int64_t> workspace, Array<int64_t> beside_begin,
                 Array<int32_t> beside, Array<int64_t> beside_bytes, Array<int32_t> group,
                 Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
-                Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers) {
+                Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers,
+                Array<int64_t> part_begin, Array<int64_t> part_bytes, Array<int64_t> reader_begin,
+                Array<int32_t> readers) {
   new (graph) Graph();
   graph->ops = size_of(workspace.shape(0));
   graph->tensors = size_of(producer.shape(0));
@@ -80,6 +82,9 @@ void init_graph(Graph* graph, Array<int64_t> workspace, Array<int64_t> beside_be
   graph->nbytes = vector_of(nbytes);
   graph->kept = vector_of(kept);
   graph->consumers = {vector_of(consumer_begin), vector_of(consumers)};
+  graph->part_begin = vector_of(part_begin);
+  graph->part_bytes = vector_of(part_bytes);
+  graph->readers = {vector_of(reader_begin), vector_of(readers)};
   graph->derive();
 }
 
@@ -259,7 +264,8 @@ NB_MODULE(_core, m) {
 
   nb::class_<Graph>(m, "Graph")
       .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "beside_begin"_a, "beside"_a,
-           "beside_bytes"_a, "group"_a, "group_persistent"_a, "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a);
+           "beside_bytes"_a, "group"_a, "group_persistent"_a, "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a,
+           "part_begin"_a, "part_bytes"_a, "reader_begin"_a, "readers"_a);
 
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,

@@ -110,7 +110,7 @@ void Moments::add(const Moment& moment, const std::vector<int32_t>& of, int64_t*
       }
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
         if (moment.after[consumer] && seen[of[consumer]] == tensor) {
-          bytes(consumer) += problem_.nbytes[tensor];
+          bytes(consumer) += problem_.least_copies[tensor];
           break;
         }
       }

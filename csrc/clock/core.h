@@ -103,8 +103,33 @@ struct Graph {
   Shared<uint8_t> kept;      // per tensor
   SharedRows consumers;      // per tensor, ops ascending
 
-  // Derives group_ops, inputs, outputs, output_bytes and least_workspace from the rest.
+  // Parts of tensors that are all that some consumers read; every consumer of a tensor with parts
+  // is a reader of one.
+  Shared<int64_t> part_begin;    // per tensor its first part, and their number; or empty
+  Shared<int64_t> part_bytes;    // per part
+  SharedRows readers;            // per part, ops
+  Shared<int64_t> least_copies;  // per tensor, what a consumer reads at least
+
+  // Derives the ops of groups and the tensors of ops, output_bytes, least_workspace and
+  // least_copies from the rest.
   void derive();
+  bool has_parts(int32_t tensor) const {
+    return !part_bytes.empty() && part_begin[tensor] < part_begin[tensor + 1];
+  }
+  // Bytes of the copy of a tensor with parts in every pool, given the pools of its consumers.
+  template <typename PoolOf>
+  void copied(int32_t tensor, PoolOf pool_of, std::vector<int64_t>& bytes) const {
+    std::fill(bytes.begin(), bytes.end(), 0);
+    std::vector<int64_t> counted(bytes.size(), -1);  // per pool, the last part that is in its sum
+    for (int64_t part = part_begin[tensor]; part < part_begin[tensor + 1]; ++part) {
+      for (int32_t reader : Row(readers, static_cast<int32_t>(part))) {
+        const auto pool = static_cast<size_t>(pool_of(reader));
+        if (counted[pool] == part) continue;
+        counted[pool] = part;
+        bytes[pool] = std::min(nbytes[tensor], bytes[pool] + part_bytes[static_cast<size_t>(part)]);
+      }
+    }
+  }
   // The workspace of an op that runs in `pool`; `pool_of` gives that of another op, or -1 where it
   // is launched later: it takes less without those that are elsewhere.
   template <typename PoolOf>
@@ -360,6 +385,11 @@ class Timeline {
     return problem_.busy_ns(op, device, overhead_ns_);
   }
   void release(int32_t tensor);
+  // The bytes of a copy of a tensor in a pool: the whole while other ops may still go there.
+  int64_t copy_bytes(int32_t tensor, int32_t pool) const {
+    if (copied_.empty() || !problem_.has_parts(tensor)) return problem_.nbytes[tensor];
+    return copied_[static_cast<size_t>(tensor)][static_cast<size_t>(pool)];
+  }
   // What the op takes while it runs in a pool, besides inputs and outputs.
   int64_t workspace_in(int32_t pool, int32_t op) const {
     return problem_.workspace_in(pool, op, [this](int32_t other) {
@@ -383,6 +413,7 @@ class Timeline {
   int32_t devices_used_ = 0;
   std::vector<int64_t> persistent_, held_back_;  // per pool
   std::vector<Profile> profiles_;                // per pool, all but persistent
+  std::vector<std::vector<int64_t>> copied_;     // per tensor with parts and pool; or empty
   // With room for all entries of a step, so that no row ever moves.
   std::shared_ptr<LargeVector<Span>> spans_ = std::make_shared<LargeVector<Span>>();
   std::shared_ptr<LargeVector<Transfer>> transfers_ = std::make_shared<LargeVector<Transfer>>();

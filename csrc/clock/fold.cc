@@ -13,6 +13,15 @@ constexpr int32_t kAhead = 16;
 int32_t Timeline::fold(const int32_t* devices, const int32_t* order, int32_t count) {
   const int32_t outside = expect(devices, order, count);
   if (outside >= 0) return outside;
+  if (!problem_.part_bytes.empty() && copied_.empty() && spans_->empty()) {
+    copied_.resize(static_cast<size_t>(problem_.tensors));
+    for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
+      if (!problem_.has_parts(tensor)) continue;
+      copied_[tensor].resize(static_cast<size_t>(problem_.pools));
+      problem_.copied(
+          tensor, [&](int32_t op) { return problem_.pool[devices[op]]; }, copied_[tensor]);
+    }
+  }
   for (int32_t i = 0; i < count; ++i) {
     if (i + 2 * kAhead < count) fetch_op(order[i + 2 * kAhead], devices[order[i + 2 * kAhead]]);
     if (i + kAhead < count) fetch_tensors(order[i + kAhead]);

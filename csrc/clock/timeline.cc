@@ -56,10 +56,18 @@ void Graph::derive() {
   std::vector<int64_t> sums(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) sums[producer[t]] += nbytes[t];
   output_bytes = std::move(sums);
-  if (beside.values.empty()) {
-    least_workspace = workspace;
-    return;
+  least_copies = nbytes;
+  if (!part_bytes.empty()) {
+    std::vector<int64_t> copies(nbytes.begin(), nbytes.end());
+    for (int32_t t = 0; t < tensors; ++t) {
+      for (int64_t part = part_begin[t]; part < part_begin[t + 1]; ++part) {
+        copies[t] = std::min(copies[t], part_bytes[static_cast<size_t>(part)]);
+      }
+    }
+    least_copies = std::move(copies);
   }
+  least_workspace = workspace;
+  if (beside.values.empty()) return;
   std::vector<int64_t> least(workspace.begin(), workspace.end());
   for (int32_t op = 0; op < ops; ++op) {
     for (int64_t i = beside.begin[op]; i < beside.begin[op + 1]; ++i) {
@@ -235,7 +243,7 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
   const int64_t workspace = end > start ? workspace_in(pool, op) : 0;
   int64_t missing = 0, staying = problem_.output_bytes[op];
   for (const Planned& transfer : planned_) {
-    const int64_t nbytes = problem_.nbytes[transfer.tensor];
+    const int64_t nbytes = copy_bytes(transfer.tensor, pool);
     missing += nbytes;
     if (remaining(transfer.tensor) > 1) staying += nbytes;
   }
@@ -250,15 +258,16 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
   if (profile.max_ever() + most <= room) return Fit::kFits;
   changes_.clear();
   for (const Planned& transfer : planned_) {
-    const int64_t nbytes = problem_.nbytes[transfer.tensor];
+    const int64_t nbytes = copy_bytes(transfer.tensor, pool);
     changes_.emplace_back(transfer.start, nbytes);
     if (remaining(transfer.tensor) == 1) changes_.emplace_back(end, -nbytes);
   }
   for (int32_t tensor : Row(problem_.inputs, op)) {
     const int32_t at = remaining(tensor) == 1 ? find(tensor, pool) : -1;
     if (at < 0 || (problem_.kept[tensor] && at == tensor)) continue;
-    changes_.emplace_back(std::max(end, presences_[at].last_use), -problem_.nbytes[tensor]);
-    staying -= problem_.nbytes[tensor];
+    const int64_t nbytes = at == tensor ? problem_.nbytes[tensor] : copy_bytes(tensor, pool);
+    changes_.emplace_back(std::max(end, presences_[at].last_use), -nbytes);
+    staying -= nbytes;
   }
   if (profile.total() + staying > room) return Fit::kFull;
   changes_.emplace_back(start, problem_.output_bytes[op] + workspace);
@@ -290,7 +299,9 @@ void Timeline::release(int32_t tensor) {
   const int32_t first = problem_.kept[tensor] ? presences_[tensor].next : tensor;
   for (int32_t at = first; at >= 0; at = presences_[at].next) {
     const Presence& presence = presences_[at];
-    profiles_[presence.pool].add(presence.last_use, -problem_.nbytes[tensor]);
+    const bool made = at == tensor;
+    const int64_t nbytes = made ? problem_.nbytes[tensor] : copy_bytes(tensor, presence.pool);
+    profiles_[presence.pool].add(presence.last_use, -nbytes);
     released_.push_back(presence.pool);
   }
 }
@@ -325,7 +336,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
       send_free_[src] = receive_free_[device] = transfer.end;
       if (problem_.ports == Ports::kShared) receive_free_[src] = send_free_[device] = transfer.end;
     }
-    profile.add(transfer.start, problem_.nbytes[tensor]);
+    profile.add(transfer.start, copy_bytes(tensor, pool));
     const int32_t copy = static_cast<int32_t>(presences_.size());
     Presence& made = presences_[tensor];
     made.last_use = std::max(made.last_use, transfer.end);
@@ -365,7 +376,9 @@ std::vector<int64_t> Timeline::least_peaks() {
       const Presence& presence = presences_[at];
       if (at == tensor && problem_.kept[tensor]) continue;
       const int64_t until = at == tensor ? std::max(presence.last_use, soonest) : presence.last_use;
-      profiles_[presence.pool].add(until, -problem_.nbytes[tensor]);
+      const bool first = at == tensor;
+      const int64_t nbytes = first ? problem_.nbytes[tensor] : copy_bytes(tensor, presence.pool);
+      profiles_[presence.pool].add(until, -nbytes);
     }
   }
   return peaks();

@@ -125,6 +125,7 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
   part.workspace = std::move(workspace);
   part.beside = {};  // as if all of them were together
   part.beside_bytes = {};
+  part.part_begin = part.part_bytes = {};
   part.launch = std::move(launch);
   part.group = std::move(group);
   part.group_persistent = std::move(persistent);

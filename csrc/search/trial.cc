@@ -22,7 +22,8 @@ Trial::Trial(const Problem& problem, const std::vector<int32_t>& devices,
       busy_(problem.ops, 0),
       copies_(static_cast<size_t>(problem.tensors) * problem.pools),
       state_(static_cast<size_t>(problem.devices) * 4 + problem.hosts),
-      events_(problem.pools) {
+      events_(problem.pools),
+      copied_(problem.pools) {
   std::vector<int64_t> fastest(problem.ops, 0);
   for (int32_t op = 0; op < problem.ops; ++op) {
     int64_t least = kForever;

@@ -140,6 +140,7 @@ class Trial {
   std::vector<Event> sorted_;
   std::vector<uint32_t> buckets_;
   std::vector<int64_t> held_;
+  std::vector<int64_t> copied_;  // per pool
   uint32_t seen_ = 0;
   bool valid_ = false;
 };

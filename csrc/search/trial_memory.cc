@@ -87,9 +87,16 @@ Overflow Trial::overflow() {
         there.last_use = std::max(there.last_use, end_[consumer]);
       }
     }
+    const bool parted = !held_.empty() && problem_.has_parts(tensor);
+    if (parted) {
+      problem_.copied(
+          tensor, [&](int32_t op) { return problem_.pool[device_[op]]; }, copied_);
+    }
     for (int64_t at : held_) {
-      add(static_cast<int32_t>(at % pools), copies_[at].begin, nbytes);
-      add(static_cast<int32_t>(at % pools), copies_[at].last_use, -nbytes);
+      const auto pool = static_cast<int32_t>(at % pools);
+      const int64_t there = parted ? copied_[static_cast<size_t>(pool)] : nbytes;
+      add(pool, copies_[at].begin, there);
+      add(pool, copies_[at].last_use, -there);
     }
     held_.clear();
     if (!problem_.kept[tensor]) add(home, last, -nbytes);

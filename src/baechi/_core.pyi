@@ -18,6 +18,10 @@ class Graph:
         kept: NDArray[uint8],
         consumer_begin: NDArray[int64],
         consumers: NDArray[int32],
+        part_begin: NDArray[int64],
+        part_bytes: NDArray[int64],
+        reader_begin: NDArray[int64],
+        readers: NDArray[int32],
     ) -> None: ...
 
 class Problem:

@@ -102,14 +102,15 @@ def check(problem, devices, order, budget, seed=0):
 
 @given(st.data(), st.sampled_from([0, 0, 30, 300, 3000]), st.integers(0, 2**64 - 1))
 def test_the_clock_of_the_search_is_the_exact_one(data, budget, seed):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters(whole=True))
+    graph = data.draw(graphs(max_ops=12, parted=True))
+    cluster = data.draw(clusters(whole=True))
     start = data.draw(placements(graph, cluster))
     check(Problem(graph, cluster), start.devices, start.order, budget, seed)
 
 
 @given(st.data(), st.integers(0, 3000), st.randoms(use_true_random=False))
 def test_a_search_keeps_to_constraints_and_links(data, budget, draw):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
+    graph, cluster = data.draw(graphs(max_ops=12, parted=True)), data.draw(clusters())
     problem = Problem(graph, cluster, data.draw(constraints_for(graph, cluster)))
     check(problem, *anything(problem, draw), budget)
 
@@ -166,7 +167,7 @@ def test_a_search_ends_at_its_target():
 
 @given(st.data(), st.randoms(use_true_random=False))
 def test_a_listed_order_is_topological(data, draw):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
+    graph, cluster = data.draw(graphs(max_ops=12, parted=True)), data.draw(clusters())
     problem = Problem(graph, cluster)
     devices, _ = anything(problem, draw)
     order = _core.list_order(problem.core, np.array(devices, np.int32))
@@ -272,7 +273,7 @@ def test_a_partition_keeps_to_the_memory():
 
 @given(st.data(), st.integers(1, 16), st.randoms(use_true_random=False))
 def test_a_partition_keeps_groups_together_and_to_what_is_allowed(data, windows, draw):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
+    graph, cluster = data.draw(graphs(max_ops=12, parted=True)), data.draw(clusters())
     problem = Problem(graph, cluster, data.draw(constraints_for(graph, cluster)))
     devices, _ = anything(problem, draw)
     levels = _core.group_clusters(problem.core, problem.group_colors)
@@ -320,7 +321,7 @@ def check_improved(problem, budget):
 
 @given(st.data())
 def test_what_a_search_finds_is_valid(data):
-    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
+    graph, cluster = data.draw(graphs(max_ops=12, parted=True)), data.draw(clusters())
     constraints = data.draw(st.none() | constraints_for(graph, cluster))
     check_improved(Problem(graph, cluster, constraints), SHORT)
 

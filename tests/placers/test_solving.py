@@ -43,7 +43,7 @@ NAMES = ["auto", "m-topo", "m-etf", "m-sct"]
 EFFORTS = ["fast", "balanced", "thorough"]
 
 
-@given(graphs(), clusters(), st.sampled_from(NAMES), st.sampled_from(EFFORTS))
+@given(graphs(parted=True), clusters(), st.sampled_from(NAMES), st.sampled_from(EFFORTS))
 def test_an_answer_is_valid_and_its_prediction_is_right(graph, cluster, name, effort):
     placement = find(Problem(graph, cluster), effort, name)  # what is missing would take longer
     if placement is None:
@@ -144,7 +144,7 @@ def test_gradients_that_come_first_in_the_run_alone():
     assert not overflows(simulate(graph, clusters[1], run), clusters[1])
 
 
-@given(graphs(), clusters(), st.sampled_from(EFFORTS))
+@given(graphs(parted=True), clusters(), st.sampled_from(EFFORTS))
 def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effort):
     single = SingleDevice().place(Problem(graph, cluster))
     if single is not None:

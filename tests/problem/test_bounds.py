@@ -43,7 +43,7 @@ def every_placement(graph, cluster):
                 yield Placement(graph.digest, devices, order)
 
 
-@given(graphs(max_ops=4), clusters(max_devices=2))
+@given(graphs(max_ops=4, parted=True), clusters(max_devices=2))
 def test_no_valid_schedule_is_shorter(graph, cluster):
     bound = lower_bound_ns(Problem(graph, cluster))
     for placement in every_placement(graph, cluster):
@@ -55,7 +55,7 @@ def test_no_valid_schedule_is_shorter(graph, cluster):
             assert schedule.makespan_ns >= bound
 
 
-@given(st.data(), graphs(), clusters())
+@given(st.data(), graphs(parted=True), clusters())
 def test_no_part_passes_a_valid_schedule(data, graph, cluster):
     check(graph, cluster, data.draw(placements(graph, cluster)))
 
@@ -92,7 +92,7 @@ def check(graph, cluster, placement):
     return True
 
 
-@given(st.data(), graphs(), clusters(max_devices=3))
+@given(st.data(), graphs(parted=True), clusters(max_devices=3))
 def test_renaming_and_permuting_devices_changes_no_path(data, graph, cluster):
     n = len(cluster.devices)
     order = data.draw(st.permutations(range(n)))

@@ -147,7 +147,7 @@ def at_once(graph):
 
 @given(st.data())
 def test_no_placement_holds_less_than_what_is_surely_held_at_once(data):
-    graph = data.draw(graphs(9))
+    graph = data.draw(graphs(9, parted=True))
     cluster = Cluster.uniform(data.draw(st.integers(1, 3)), 2**40, LINK)
     schedule = simulate(graph, cluster, data.draw(placements(graph, cluster)))
     assert at_once(graph) <= sum(schedule.peak_bytes)

@@ -27,7 +27,7 @@ from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Rows
 
 
-@given(graphs())
+@given(graphs(parted=True))
 def test_arrays_are_the_columns_of_the_graph(graph):
     arrays = graph.arrays
     assert arrays is graph.arrays
@@ -47,6 +47,17 @@ def test_arrays_are_the_columns_of_the_graph(graph):
             assert (arrays.op_group[op] == arrays.op_group[other]) == together
     first = [arrays.op_group.tolist().index(group) for group in range(arrays.groups)]
     assert first == sorted(first)
+    parts = []
+    for tensor in graph.tensors:
+        others = {*tensor.consumers} - {op for part in tensor.parts for op in part[1:]}
+        parts.append([*tensor.parts, *([(tensor.nbytes, *sorted(others))] if others else [])])
+    if any(tensor.parts for tensor in graph.tensors):
+        told = [parts[t] if tensor.parts else [] for t, tensor in enumerate(graph.tensors)]
+        assert np.diff(arrays.part_begin).tolist() == [len(row) for row in told]
+        flat = [part for row in told for part in row]
+        assert arrays.part_bytes.tolist() == [part[0] for part in flat]
+        assert np.diff(arrays.reader_begin).tolist() == [len(part) - 1 for part in flat]
+        assert arrays.readers.tolist() == [op for part in flat for op in part[1:]]
     rows = [row for op in graph.ops for row in op.beside]
     assert list(zip(arrays.beside.tolist(), arrays.beside_bytes.tolist(), strict=True)) == rows
     begin = [sum(len(op.beside) for op in graph.ops[:i]) for i in range(len(graph.ops) + 1)]
@@ -54,7 +65,8 @@ def test_arrays_are_the_columns_of_the_graph(graph):
     running = [
         row.net_workspace_bytes
         - sum(nbytes for _, nbytes in row.beside)
-        + sum(graph.tensors[t].nbytes for t in graph.op_inputs[op] + graph.op_outputs[op])
+        + sum(graph.tensors[t].nbytes for t in graph.op_outputs[op])
+        + sum(min(part[0] for part in parts[t]) for t in graph.op_inputs[op])
         for op, row in enumerate(graph.ops)
     ]
     assert arrays.running_bytes.tolist() == running
@@ -133,7 +145,7 @@ def test_the_bound_of_a_schedule_is_computed_once_and_only_when_asked_for():
         _ = late.bound
 
 
-@given(graphs())
+@given(graphs(parted=True))
 def test_a_graph_that_was_solved_still_travels(graph):
     """What problems share of it is the core's, and made anew on the other side."""
     cluster = Cluster.uniform(2, 2**60, Link(1, 10**9))

@@ -37,7 +37,19 @@ speeds = st.sampled_from([1.0, 1.0, 0.5, 0.3, 2.0, 1.7])
 
 
 @st.composite
-def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=True, besides=True):
+def graphs(
+    draw,
+    max_ops=9,
+    *,
+    grouped=True,
+    kinds=True,
+    min_ops=0,
+    launched=True,
+    besides=True,
+    parted=False,
+):
+    """Operator graphs; where `parted`, a copy of a tensor may hold a part of it alone."""
+
     n = draw(st.integers(min_ops, max_ops))
     names = st.sampled_from([None, None, None, "g", "h"]) if grouped else st.none()
     ops = tuple(Op(f"op{i}", draw(times), draw(sizes), draw(sizes), draw(names)) for i in range(n))
@@ -52,6 +64,8 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=Tru
         )
         for producer in draw(st.lists(st.integers(0, n - 1), max_size=2 * n) if n else st.just([]))
     )
+    if parted:
+        tensors = tuple(replace(tensor, parts=_parts(draw, tensor)) for tensor in tensors)
     made = [sum(tensor.nbytes for tensor in tensors if tensor.producer == op) for op in range(n)]
     reused = [draw(st.integers(0, nbytes) | st.just(0)) for nbytes in made]
     ops = tuple(replace(op, reused_bytes=r) for op, r in zip(ops, reused, strict=True))
@@ -63,6 +77,14 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0, launched=Tru
     if kinds and draw(st.booleans()):
         rows["fast"] = tuple(draw(times) for _ in range(n))
     return OpGraph(ops, tensors, rows)
+
+
+def _parts(draw, tensor):
+    if not tensor.consumers:
+        return ()
+    readers = st.sets(st.sampled_from(tensor.consumers), min_size=1)
+    rows = draw(st.lists(st.tuples(sizes, readers), max_size=3))
+    return tuple((min(nbytes, tensor.nbytes), *sorted(row)) for nbytes, row in rows)
 
 
 def _beside(draw, op, n):

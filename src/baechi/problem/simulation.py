@@ -407,15 +407,18 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
         producer = span_of[tensor.producer]
         home = memory_of[producer.device]
         last_use: Counter[int] = Counter()
+        readers: dict[int, set[int]] = defaultdict(set)
         for consumer in tensor.consumers:
             span = span_of[consumer]
             memory = memory_of[span.device]
             last_use[memory] = max(last_use[memory], span.end_ns)
+            readers[memory].add(consumer)
         stays = tensor.kept or not tensor.consumers
         stop_ns = end_ns if stays else max(last_use[home], departed[index])
         yield Holding(home, TENSORS, tensor.nbytes, producer.start_ns, stop_ns)
         for memory, start_ns in arrivals[index].items():
-            yield Holding(memory, COPIES, tensor.nbytes, start_ns, last_use[memory])
+            nbytes = tensor.copy_bytes(readers[memory])
+            yield Holding(memory, COPIES, nbytes, start_ns, last_use[memory])
 
 
 def period_ns(graph: OpGraph, cluster: Cluster, placement: Placement, schedule: Schedule) -> int:

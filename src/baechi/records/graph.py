@@ -16,7 +16,7 @@ the structure alone, so that they do not depend on costs.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
@@ -157,6 +157,8 @@ class Tensor:
         nbytes: Its size, in memory and on a link; may be given as a string.
         kept: Returned to the caller, so it stays until the end of the step.
         order: Only an order: the consumers run after the producer, and nothing is handed over.
+        parts: Rows `(bytes, consumer, consumer, ...)`: so much of it is all that these read. A copy
+            holds what its readers there read, each part once; other consumers read the whole.
     """
 
     producer: int
@@ -164,6 +166,7 @@ class Tensor:
     nbytes: int
     kept: bool = False
     order: bool = False
+    parts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if (
@@ -171,6 +174,7 @@ class Tensor:
             and 0 <= self.producer <= INT64_MAX
             and 0 <= self.nbytes <= INT64_MAX
             and type(self.kept) is type(self.order) is bool
+            and self.parts == ()
             and type(self.consumers) is tuple
             and _ascends(self.consumers)
         ):
@@ -183,6 +187,20 @@ class Tensor:
         object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
         check_is(self.kept, bool, f"kept {what}")
         check_is(self.order, bool, f"order {what}")
+        rows = tuple(check_counts(row, f"a part {what}") for row in check_row(self.parts, "parts"))
+        object.__setattr__(self, "parts", rows)
+        if not {op for row in rows for op in row[1:]} <= {*consumers} or not all(rows):
+            raise InputError(
+                f"the parts {what} are {rows}, and its consumers are {consumers}; a part is its "
+                "bytes, and then those of the consumers that read it."
+            )
+
+    def copy_bytes(self, readers: Set[int]) -> int:
+        """The bytes of a copy that these of its consumers read."""
+        found = [row for row in self.parts if not readers.isdisjoint(row[1:])]
+        if not readers <= {op for row in found for op in row[1:]}:
+            return self.nbytes
+        return min(self.nbytes, sum(row[0] for row in found))
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
@@ -445,7 +463,8 @@ class OpGraph(StepStructure):
         )
         tensors = ",".join(
             f"[{t.producer},[{','.join(map(str, t.consumers))}],{t.nbytes},"
-            f"{'true' if t.kept else 'false'}{',true' if t.order else ''}]"
+            f"{'true' if t.kept else 'false'}{',true' if t.order else ''}"
+            f"{f',{json.dumps(t.parts, separators=compact)}' if t.parts else ''}]"
             for t in self.tensors
         )
         times = json.dumps(dict(self.times), sort_keys=True, separators=compact)

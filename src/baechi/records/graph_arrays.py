@@ -37,6 +37,11 @@ class GraphArrays:
         kept: Per tensor, 0 or 1.
         consumer_begin: Where the consumers of every tensor begin in `consumers`, and their number.
         consumers: Ops, ascending per tensor.
+        part_begin: Where the parts of every tensor begin in `part_bytes`, and their number; empty
+            where there are none. Those that read the whole are the readers of such a part.
+        part_bytes: Per part.
+        reader_begin: Where the readers of every part begin in `readers`, and their number.
+        readers: Ops.
         beside_begin: Where the rows of every op begin in the two below, and their number; empty
             where there are none.
         beside: Ops, as in `Op.beside`, ascending per op.
@@ -54,6 +59,10 @@ class GraphArrays:
     kept: NDArray[np.uint8]
     consumer_begin: NDArray[np.int64]
     consumers: NDArray[np.int32]
+    part_begin: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    part_bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    reader_begin: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    readers: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     beside_begin: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     beside: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     beside_bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -111,6 +120,10 @@ class GraphArrays:
             kept=self.kept,
             consumer_begin=self.consumer_begin,
             consumers=self.consumers,
+            part_begin=self.part_begin,
+            part_bytes=self.part_bytes,
+            reader_begin=self.reader_begin,
+            readers=self.readers,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,6 +158,16 @@ class GraphArrays:
         return least
 
     @cached_property
+    def least_copies(self) -> NDArray[np.int64]:
+        """The bytes of every tensor that a reader of it needs at least: those of a part."""
+        if not len(self.part_bytes):
+            return self.nbytes
+        least = self.nbytes.copy()
+        tensors = np.repeat(np.arange(self.tensors), np.diff(self.part_begin))
+        np.minimum.at(least, tensors, self.part_bytes)
+        return least
+
+    @cached_property
     def running_bytes(self) -> NDArray[np.int64]:
         """Bytes of inputs, outputs and workspace that every op needs wherever the others are.
 
@@ -152,7 +175,7 @@ class GraphArrays:
         """
         running = self.least_workspace.copy()
         np.add.at(running, self.producer, self.nbytes)
-        np.add.at(running, self.consumers, self.per_consumer(self.nbytes))
+        np.add.at(running, self.consumers, self.per_consumer(self.least_copies))
         return running
 
     def least_bytes(self, takes_time: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -174,6 +197,10 @@ def arrays_of(
     keys = (index if op.group is None else op.group for index, op in enumerate(ops))
     groups: dict[int | str, int] = {}
     rows = [row for op in ops for row in op.beside]
+    parts = [_all_parts(tensor) if tensor.parts else () for tensor in tensors]
+    part_rows = [row for row_of_tensor in parts for row in row_of_tensor]
+    part_counts = np.array([0, *map(len, parts)] if part_rows else [], np.int64)
+    reader_counts = [0, *(len(row) - 1 for row in part_rows)] if part_rows else []
     counts = np.array([0, *(len(op.beside) for op in ops)] if rows else [], np.int64)
     return GraphArrays(
         times=np.array([op.time_ns for op in ops], np.int64),
@@ -187,7 +214,18 @@ def arrays_of(
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
+        part_begin=np.cumsum(part_counts),
+        part_bytes=np.array([nbytes for nbytes, *_ in part_rows], np.int64),
+        reader_begin=np.cumsum(np.array(reader_counts, np.int64)),
+        readers=np.array([op for _, *row in part_rows for op in row], np.int32),
         beside_begin=np.cumsum(counts),
         beside=np.array([other for other, _ in rows], np.int32),
         beside_bytes=np.array([nbytes for _, nbytes in rows], np.int64),
     )
+
+
+def _all_parts(tensor: Any) -> tuple[tuple[int, ...], ...]:
+    """The parts of a tensor, and the whole as one that all others of its consumers read."""
+    reading = {op for row in tensor.parts for op in row[1:]}
+    whole = [op for op in tensor.consumers if op not in reading]
+    return (*tensor.parts, (tensor.nbytes, *whole)) if whole else tensor.parts

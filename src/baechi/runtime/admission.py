@@ -164,10 +164,15 @@ class Admission:
         growth = _growth(traced.module, self._facts, traced.module.facts)
         squares = [max(1.0, factor * factor) for factor in growth]
         ordered = any(row.order for row in graph.tensors)
-        sizes = traced.sizes(training=training, checkpoint=self.checkpoint, draws_in_order=ordered)
+        how: Any = {"training": training, "checkpoint": self.checkpoint, "draws_in_order": ordered}
+        sizes, rows = traced.sizes(**how), traced.structure(**how).tensors
         tensors = tuple(
-            replace(row, nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]))
-            for row, size in zip(graph.tensors, sizes, strict=True)
+            replace(
+                row,
+                nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]),
+                parts=there.parts,
+            )
+            for row, there, size in zip(graph.tensors, rows, sizes, strict=True)
         )
         ops = tuple(
             replace(

@@ -73,6 +73,7 @@ class TracedTensor:
         gradient_to: For each consumer, and last for the caller, the op whose backward gets the
             gradient from there: the producer, or another consumer that adds its own. Where absent,
             the producer.
+        parts: Rows (bytes, consumer, consumer, ...) of views that are all that these read of it.
     """
 
     producer: int
@@ -83,6 +84,7 @@ class TracedTensor:
     gradient_bytes: tuple[int, ...] = ()
     scalar: bool = False
     gradient_to: tuple[int, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sent_back(self) -> tuple[int, ...]:

@@ -332,7 +332,7 @@ def _structure(
     if training:
         ops, edges = _mirror(traced, ops, units)
     else:
-        edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
+        edges = [_value_edge(t, t.consumers, {}) for t in traced.tensors]
     if draws_in_order:
         edges += [(Tensor(*ends, 0, order=True), 0) for ends in _unordered_draws(traced)]
     structure = StepStructure(tuple(ops), tuple(tensor for tensor, _ in edges))
@@ -423,11 +423,21 @@ def _values(
         own = [twin[op] for op in savers[index] if mine is not None and again.get(op) == mine]
         others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
         readers = [again[op] for op in tensor.consumers if again.get(op, mine) != mine]
-        consumers = (*tensor.consumers, *to_loss, *others, *readers)
-        edges.append(_edge(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+        consumers = {*tensor.consumers, *to_loss, *others, *readers}
+        edges.append(_value_edge(tensor, consumers, twin))
         if own and mine is not None:
             made_again.append(_edge(mine, own, tensor.nbytes))
     return edges + made_again
+
+
+def _value_edge(tensor: TracedTensor, consumers: Iterable[int], twin: Mapping[int, int]) -> _Edge:
+    """A tensor of the forward; the backwards of those that read a part of it keep the same part."""
+    parts = tuple(
+        (nbytes, *readers, *(twin[op] for op in readers if op in twin and twin[op] in consumers))
+        for nbytes, *readers in tensor.parts
+    )
+    edge, size = _edge(tensor.producer, consumers, tensor.nbytes, tensor.kept)
+    return replace(edge, parts=parts), size
 
 
 def _gradients(

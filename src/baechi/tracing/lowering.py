@@ -126,6 +126,8 @@ class Lowering:
         self._module = module
         self._facts = facts
         self._parts = parts
+        # Of every storage the views that operators other than its own read.
+        self._views: dict[int, dict[fx.Node, set[int]]] = defaultdict(dict)
         self._state = StateOwnership(model, module, facts, parts)
         values = (value for fact in facts.nodes.values() for value in fact.values)
         cast = call.autocast.dtypes if call.autocast.cached else ()
@@ -151,6 +153,7 @@ class Lowering:
                 for storage, home in homes.items():
                     if home is not None and home != op:
                         consumers[storage].add(op)
+                        self._views[storage].setdefault(argument, set()).add(op)
                 if source != op and source not in homes.values():
                     tokens[source].add(op)
         for storage, last in self._parts.last_write.items():
@@ -198,6 +201,7 @@ class Lowering:
                     home, readers, {storage}, differentiable, expands=storage not in kept
                 ),
                 scalar=shapes.get(storage) == {()},
+                parts=self._read_parts(storage, home),
             )
             rows.append((tensor, storage))
         returned = self._returned_elsewhere()
@@ -208,6 +212,20 @@ class Lowering:
             rows.append((TracedTensor(op, tuple(readers), 0, op in returned, flows, made), None))
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
+
+    def _read_parts(self, storage: int, home: int) -> tuple[tuple[int, ...], ...]:
+        """The views of a storage that others read, and who; nothing if all read the whole.
+
+        A view that another operator made counts as the whole.
+        """
+        whole = self._facts.storages[storage].nbytes
+        rows = []
+        for node, readers in self._views[storage].items():
+            values = [value for value in self._parts.values(node) if value.storage == storage]
+            nbytes = sum(value.nbytes for value in values)
+            made_here = self._parts.op_of.get(node) == home
+            rows.append((min(nbytes, whole) if made_here else whole, *sorted(readers)))
+        return tuple(rows) if any(nbytes < whole for nbytes, *_ in rows) else ()
 
     def _gradient_bytes(
         self,
