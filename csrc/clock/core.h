@@ -347,8 +347,8 @@ class Timeline {
   int64_t makespan() const { return makespan_; }
   // Per pool: the peak in [0, makespan), exact once every op is committed.
   std::vector<int64_t> peaks() const;
-  // Per pool: a lower bound on the final peak, wherever the other ops go. Nothing may be committed
-  // afterwards.
+  // Per pool: a lower bound on the final peak, wherever the other ops go, but for copies that end
+  // up with parts alone. Nothing may be committed afterwards.
   std::vector<int64_t> least_peaks();
   // Per pool: memory less staying tensors and persistent bytes, possibly negative.
   std::vector<int64_t> left() const;

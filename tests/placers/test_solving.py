@@ -153,7 +153,7 @@ def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effo
 
 
 @given(
-    graphs(max_ops=5, min_ops=1),
+    graphs(max_ops=5, min_ops=1, parted=True),
     clusters(memory=st.integers(0, 150)),
     st.sampled_from(["fast", "balanced"]),
 )
@@ -165,7 +165,11 @@ def test_find_is_solve_without_the_explanation(graph, cluster, effort):
         assert found is None
 
 
-@given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 150)), st.data())
+@given(
+    graphs(max_ops=4, min_ops=1, parted=True),
+    clusters(max_devices=3, memory=st.integers(0, 150)),
+    st.data(),
+)
 def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
     name = data.draw(st.sampled_from(NAMES))
     if fits_in_index_order(graph, cluster):
@@ -173,7 +177,11 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
 
 
 @pytest.mark.unsanitized
-@given(graphs(max_ops=4, min_ops=1), clusters(memory=st.integers(0, 60)), st.sampled_from(NAMES))
+@given(
+    graphs(max_ops=4, min_ops=1, parted=True),
+    clusters(memory=st.integers(0, 60)),
+    st.sampled_from(NAMES),
+)
 def test_the_missing_memory_is_exact(graph, cluster, name):
     try:
         solve(graph, cluster, name)

@@ -115,6 +115,26 @@ def test_invariants_of_every_schedule(data):
     assert schedule.makespan_ns >= schedule.lower_bound_ns or overflows(schedule, cluster)
 
 
+@pytest.mark.parametrize(
+    ("devices", "there"),
+    [
+        ((0, 1, 1, 0, 0), 20),  # one part, which two of them read
+        ((0, 1, 1, 1, 0), 50),
+        ((0, 0, 0, 1, 0), 30),
+        ((0, 0, 0, 1, 1), 90),  # the last one reads the whole
+        ((0, 0, 0, 0, 0), 0),
+    ],
+)
+def test_a_copy_holds_each_part_that_is_read_there_once(devices, there):
+    ops = tuple(Op(f"op{i}", 5) for i in range(5))
+    graph = OpGraph(ops, (Tensor(0, (1, 2, 3, 4), 90, parts=((20, 1, 2), (30, 3))),))
+    cluster = Cluster.uniform(2, 1000, Link(1, 10**9))
+    schedule = simulate(graph, cluster, Placement(graph.digest, devices, tuple(range(5))))
+    assert schedule.peak_bytes == (90, there)
+    wide = replace(graph.tensors[0], parts=((60, 1), (60, 2)))
+    assert [wide.copy_bytes(readers) for readers in ({1}, {1, 2}, {3})] == [60, 90, 90]
+
+
 @given(st.data())
 def test_names_change_nothing(data):
     graph, cluster = data.draw(graphs()), data.draw(clusters(whole=True))

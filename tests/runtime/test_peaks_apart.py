@@ -530,3 +530,23 @@ class Marking(nn.Module):
 def test_what_a_custom_function_holds_by_itself_is_counted() -> None:
     for seen, said in peaks(Marking(), torch.randn(256, 64)):
         assert seen <= said <= 1.02 * seen
+
+
+class Chunks(nn.Module):
+    """Three parts of one product, of which an operator elsewhere reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(32, 96), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.enter(x).chunk(3, -1)
+        return self.leave(one.tanh()) + (two * three).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("away", "most"), [("tanh leave", 1.02), ("mul sum", 1.02)])
+def test_a_copy_holds_the_part_that_is_read(away: str, most: float, training: bool) -> None:
+    own, other = peaks(Chunks(), torch.randn(16, 8, 32), away, training)
+    assert own[0] <= own[1]
+    assert other[0] <= other[1] <= most * other[0]

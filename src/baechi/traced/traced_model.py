@@ -521,12 +521,17 @@ def _late_gradients(traced: TracedOperators) -> dict[int, int]:
 
 
 def _added_gradients(traced: TracedOperators) -> dict[int, int]:
-    """The largest sum that each forward op's backward adds one of its gradients to."""
+    """The largest sum that each forward op's backward adds one of its gradients to.
+
+    Not that of a part that it alone reads: the parts' own operator puts them together.
+    """
     largest: dict[int, int] = {}
     for tensor in filter(traced.is_gathered, traced.tensors):
-        sizes = tensor.sent_back
-        for op in traced.differentiated.intersection(tensor.consumers):
-            largest[op] = max(largest.get(op, 0), *sizes)
+        sizes, readers = tensor.sent_back, traced.differentiated.intersection(tensor.consumers)
+        for op in readers:
+            beside = {other for row in tensor.parts if op in row[1:] for other in row[1:]}
+            if not tensor.parts or tensor.kept or beside & readers > {op}:
+                largest[op] = max(largest.get(op, 0), *sizes)
     return largest
 
 
