@@ -264,8 +264,9 @@ NB_MODULE(_core, m) {
 
   nb::class_<Graph>(m, "Graph")
       .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "beside_begin"_a, "beside"_a,
-           "beside_bytes"_a, "group"_a, "group_persistent"_a, "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a,
-           "part_begin"_a, "part_bytes"_a, "reader_begin"_a, "readers"_a);
+           "beside_bytes"_a, "group"_a, "group_persistent"_a, "producer"_a, "nbytes"_a, "kept"_a,
+           "consumer_begin"_a, "consumers"_a, "part_begin"_a, "part_bytes"_a, "reader_begin"_a,
+           "readers"_a);
 
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,

@@ -26,7 +26,9 @@ class Moments {
   };
 
   Moment at(int32_t op) const;
-  int64_t needs(int32_t op) const { return problem_.output_bytes[op] + problem_.least_workspace[op]; }
+  int64_t needs(int32_t op) const {
+    return problem_.output_bytes[op] + problem_.least_workspace[op];
+  }
   int32_t fullest() const;
   void add(const Moment& moment, const std::vector<int32_t>& of, int64_t* held,
            int32_t stride) const;

@@ -89,8 +89,7 @@ Overflow Trial::overflow() {
     }
     const bool parted = !held_.empty() && problem_.has_parts(tensor);
     if (parted) {
-      problem_.copied(
-          tensor, [&](int32_t op) { return problem_.pool[device_[op]]; }, copied_);
+      problem_.copied(tensor, [&](int32_t op) { return problem_.pool[device_[op]]; }, copied_);
     }
     for (int64_t at : held_) {
       const auto pool = static_cast<int32_t>(at % pools);
