@@ -357,18 +357,15 @@ class TapeCode:
     def _readers(self) -> dict[int, int]:
         """The slots of gradients that are added up after it, and how many would wait together.
 
-        They are of parameters that it reads several times; or that other tapes read, too, where
-        there are several of them. On GPUs there are none.
+        They are of parameters that it reads several times, or that other tapes read, too. On GPUs
+        there are none.
         """
-        home = {total: total for total, _ in self.sums}
-        home |= {slot: total for total, slot in self.sums}
-        own = [entry.grad for entry in self.entries if entry.value < 0 and entry.grad in home]
-        count = Counter(home[slot] for slot in own)
         if self.place.type != "cpu":
             return {}
-        least = 2 if len(own) > 1 else 1  # of one that is added to another tape's
-        waiting = {s: max(count[home[s]], 1 if home[s] == s else least) for s in own}
-        return {slot: many for slot, many in waiting.items() if many > 1}
+        added = Counter(total for total, _ in self.sums)
+        home = {total: total for total in added} | {slot: total for total, slot in self.sums}
+        own = (entry.grad for entry in self.entries if entry.value < 0)
+        return {slot: 1 + added[home[slot]] for slot in own if slot in home}
 
     @contextmanager
     def _adding(self, step: Step, shares: Mapping[int, torch.Tensor]) -> Iterator[None]:
