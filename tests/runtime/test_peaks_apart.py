@@ -550,3 +550,22 @@ def test_a_copy_holds_the_part_that_is_read(away: str, most: float, training: bo
     own, other = peaks(Chunks(), torch.randn(16, 8, 32), away, training)
     assert own[0] <= own[1]
     assert other[0] <= other[1] <= most * other[0]
+
+
+class Spread(nn.Module):
+    """A weight that is read three times, between what one device and what another does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.shared, self.leave = (nn.Linear(96, 96, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).tanh()
+        ys = [self.shared(x * (i + 1)) for i in range(3)]
+        return torch.stack([self.leave(y).sin() for y in ys]).sum(0)
+
+
+def test_gradients_that_wait_for_the_last_readers_are_added_up_when_it_has_come() -> None:
+    away = "leave sin sin_1 sin_2 stack sum_1"
+    for seen, said in peaks(Spread(), torch.randn(4, 96), away):
+        assert seen <= said <= 1.05 * seen
