@@ -56,6 +56,28 @@ LOSS, BACKWARD = Op("l", 0, phase="loss"), Op("a2", 5, phase="backward", forward
             lambda: OpGraph((A, LOSS, BACKWARD, replace(BACKWARD, name="a3"))),
             "op 'a3' is a second backward of 'a'",
         ),
+        (
+            lambda: Op("a", 0, beside=((1, 2, 3),)),
+            r"beside of op 'a' is \(\(1, 2, 3\),\); give pairs",
+        ),
+        (
+            lambda: Op("a", 0, workspace_bytes=9, beside=((2, 1), (1, 1))),
+            "beside of op 'a' .* by their first number, each once",
+        ),
+        (
+            lambda: Op("a", 0, workspace_bytes=9, beside=((1, 4), (2, 6))),
+            "beside of op 'a' has 10 bytes, and its workspace_bytes are 9",
+        ),
+        (
+            lambda: OpGraph((A, Op("b", 1, workspace_bytes=1, beside=((2, 1),)))),
+            "beside of op 'b' names op 2, but there are 2 ops",
+        ),
+        (
+            lambda: Tensor(0, (1,), 9, parts=((5, 2),)),
+            r"parts of a tensor of op 0 .* the consumers",
+        ),
+        (lambda: Tensor(0, (1,), 9, parts=((),)), "parts of a tensor of op 0"),
+        (lambda: Tensor(0, (1,), 9, parts=((-5, 1),)), "a part of a tensor of op 0 is -5"),
         (lambda: OpGraph((A, A)), "two ops are named 'a'"),
         (
             lambda: OpGraph((A, Op("b", 1, 3, late_bytes=3, reused_bytes=9)), (Tensor(1, (), 5),)),

@@ -221,7 +221,7 @@ class StepStructure:
         ops: The ops. `op` means an index into them everywhere. Without costs, their times and bytes
             are 0.
         tensors: The tensors. `tensor` means an index into them everywhere. Without costs, their
-            bytes are 0.
+            bytes are 0, but not those of their parts.
     """
 
     ops: tuple[Op, ...]

@@ -4,7 +4,7 @@
 pays for them once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -196,12 +196,9 @@ def arrays_of(
     consumers = (consumer for tensor in tensors for consumer in tensor.consumers)
     keys = (index if op.group is None else op.group for index, op in enumerate(ops))
     groups: dict[int | str, int] = {}
-    rows = [row for op in ops for row in op.beside]
-    parts = [_all_parts(tensor) if tensor.parts else () for tensor in tensors]
-    part_rows = [row for row_of_tensor in parts for row in row_of_tensor]
-    part_counts = np.array([0, *map(len, parts)] if part_rows else [], np.int64)
-    reader_counts = [0, *(len(row) - 1 for row in part_rows)] if part_rows else []
-    counts = np.array([0, *(len(op.beside) for op in ops)] if rows else [], np.int64)
+    beside = [row for op in ops for row in op.beside]
+    parts_of = [_all_parts(tensor) if tensor.parts else () for tensor in tensors]
+    parts = [part for row in parts_of for part in row]
     return GraphArrays(
         times=np.array([op.time_ns for op in ops], np.int64),
         kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
@@ -214,14 +211,19 @@ def arrays_of(
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
-        part_begin=np.cumsum(part_counts),
-        part_bytes=np.array([nbytes for nbytes, *_ in part_rows], np.int64),
-        reader_begin=np.cumsum(np.array(reader_counts, np.int64)),
-        readers=np.array([op for _, *row in part_rows for op in row], np.int32),
-        beside_begin=np.cumsum(counts),
-        beside=np.array([other for other, _ in rows], np.int32),
-        beside_bytes=np.array([nbytes for _, nbytes in rows], np.int64),
+        part_begin=_begins(map(len, parts_of) if parts else None),
+        part_bytes=np.array([nbytes for nbytes, *_ in parts], np.int64),
+        reader_begin=_begins((len(part) - 1 for part in parts) if parts else None),
+        readers=np.array([op for _, *row in parts for op in row], np.int32),
+        beside_begin=_begins((len(op.beside) for op in ops) if beside else None),
+        beside=np.array([other for other, _ in beside], np.int32),
+        beside_bytes=np.array([nbytes for _, nbytes in beside], np.int64),
     )
+
+
+def _begins(counts: Iterable[int] | None) -> NDArray[np.int64]:
+    """Where rows of so many entries begin, and the number of all; empty where there are none."""
+    return np.cumsum([] if counts is None else [0, *counts], dtype=np.int64)
 
 
 def _all_parts(tensor: Any) -> tuple[tuple[int, ...], ...]:

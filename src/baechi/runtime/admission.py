@@ -164,16 +164,18 @@ class Admission:
         growth = _growth(traced.module, self._facts, traced.module.facts)
         squares = [max(1.0, factor * factor) for factor in growth]
         ordered = any(row.order for row in graph.tensors)
-        how: Any = {"training": training, "checkpoint": self.checkpoint, "draws_in_order": ordered}
-        sizes, rows = traced.sizes(**how), traced.structure(**how).tensors
+        rows = traced.sized_tensors(
+            training=training, checkpoint=self.checkpoint, draws_in_order=ordered
+        )
         tensors = tuple(
             replace(
                 row,
                 nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]),
                 parts=there.parts,
             )
-            for row, there, size in zip(graph.tensors, rows, sizes, strict=True)
+            for row, (there, size) in zip(graph.tensors, rows, strict=True)
         )
+        # What is held beside others is a part of the workspace, and grows no faster: it may stay.
         ops = tuple(
             replace(
                 op,

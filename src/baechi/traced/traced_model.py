@@ -90,15 +90,16 @@ class Traced(TracedOperators):
         """The structure of one step of this model, without costs; arguments as those of `graph`."""
         return _structure(self, training, checkpoint, draws_in_order)[0]
 
-    def sizes(
+    def sized_tensors(
         self,
         *,
         training: bool = True,
         checkpoint: str | Iterable[str] | None = None,
         draws_in_order: bool = False,
-    ) -> list[int]:
-        """The bytes of the tensors of `structure`, in order; `~i` for what op i saves inside."""
-        return _structure(self, training, checkpoint, draws_in_order)[1]
+    ) -> list[tuple[Tensor, int]]:
+        """The tensors of `structure`, in order, with bytes; `~i` for what op i saves inside."""
+        structure, sizes = _structure(self, training, checkpoint, draws_in_order)
+        return list(zip(structure.tensors, sizes, strict=True))
 
     def graph(
         self,
@@ -219,9 +220,7 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
 
 def _least_beside(costs: Sequence[OpCost]) -> tuple[tuple[int, ...], ...]:
     """What all profiles say is held beside others."""
-    rows = [Counter[int]() for _ in costs]
-    for row, cost in zip(rows, costs, strict=True):
-        row.update({op: nbytes for op, nbytes in cost.backward_beside})  # noqa: C416
+    rows = (Counter({row[0]: row[1] for row in cost.backward_beside}) for cost in costs)
     return tuple(sorted(reduce(and_, rows).items()))
 
 

@@ -126,21 +126,21 @@ class Lowering:
         self._module = module
         self._facts = facts
         self._parts = parts
-        # Of every storage the views that operators other than its own read.
-        self._views: dict[int, dict[fx.Node, set[int]]] = defaultdict(dict)
         self._state = StateOwnership(model, module, facts, parts)
         values = (value for fact in facts.nodes.values() for value in fact.values)
         cast = call.autocast.dtypes if call.autocast.cached else ()
         self._casts = cached_casts(parts.nodes_of_op, facts, cast)
         self._graded = {value.storage for value in values if value.requires_grad}
 
-    def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """The readers of each storage in other operators; and the readers' order without a storage.
+    def _reads_between_ops(
+        self,
+    ) -> tuple[dict[int, dict[fx.Node, set[int]]], dict[int, set[int]]]:
+        """The views of each storage that other operators read; and readers' order without one.
 
         The second are tokens: a write of a parameter or buffer before a later read, or a view made
         by another operator than its base.
         """
-        consumers: dict[int, set[int]] = defaultdict(set)
+        views: dict[int, dict[fx.Node, set[int]]] = defaultdict(dict)
         tokens: dict[int, set[int]] = defaultdict(set)
         for node, op in self._parts.op_of.items():
             for argument in self._parts.reads(node):
@@ -152,8 +152,7 @@ class Lowering:
                 }
                 for storage, home in homes.items():
                     if home is not None and home != op:
-                        consumers[storage].add(op)
-                        self._views[storage].setdefault(argument, set()).add(op)
+                        views[storage].setdefault(argument, set()).add(op)
                 if source != op and source not in homes.values():
                     tokens[source].add(op)
         for storage, last in self._parts.last_write.items():
@@ -162,11 +161,11 @@ class Lowering:
                 later = [p for p in self._parts.touches[storage] if p > last]
                 readers = {self._parts.op_of.get(self._parts.program[p]) for p in later}
                 tokens[writer] |= {r for r in readers if r is not None and r != writer}
-        return consumers, {op: readers for op, readers in tokens.items() if readers}
+        return views, {op: readers for op, readers in tokens.items() if readers}
 
     def tensors(self) -> list[tuple[TracedTensor, int | None]]:
         """The tensors between operators, with storages; tokens have no bytes and no storage."""
-        consumers, tokens = self._reads_between_ops()
+        views, tokens = self._reads_between_ops()
         shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
             for value in self._parts.values(node):
@@ -177,12 +176,12 @@ class Lowering:
         given = {value.storage for value in arguments} & self._facts.written
         wanted = {value.storage for value in arguments if value.requires_grad}
         rows: list[tuple[TracedTensor, int | None]] = []
-        for storage in sorted(set(consumers) | kept):
+        for storage in sorted(set(views) | kept):
             home = self._parts.home(storage)
             if home is None:
                 continue
             source = self._parts.is_source(storage)
-            readers = sorted(consumers[storage])
+            readers = sorted(set().union(*views[storage].values()))
             # Of a returned view to the view, and not to its base.
             differentiable = storage in wanted or any(
                 value.requires_grad and value.storage == storage for value in self._results(home)
@@ -201,7 +200,7 @@ class Lowering:
                     home, readers, {storage}, differentiable, expands=storage not in kept
                 ),
                 scalar=shapes.get(storage) == {()},
-                parts=self._read_parts(storage, home),
+                parts=self._read_parts(storage, home, views[storage]),
             )
             rows.append((tensor, storage))
         returned = self._returned_elsewhere()
@@ -213,14 +212,16 @@ class Lowering:
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
 
-    def _read_parts(self, storage: int, home: int) -> tuple[tuple[int, ...], ...]:
-        """The views of a storage that others read, and who; nothing if all read the whole.
+    def _read_parts(
+        self, storage: int, home: int, views: Mapping[fx.Node, Set[int]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The views of a storage as bytes and readers; nothing if all read the whole.
 
         A view that another operator made counts as the whole.
         """
         whole = self._facts.storages[storage].nbytes
         rows = []
-        for node, readers in self._views[storage].items():
+        for node, readers in views.items():
             values = [value for value in self._parts.values(node) if value.storage == storage]
             nbytes = sum(value.nbytes for value in values)
             made_here = self._parts.op_of.get(node) == home
