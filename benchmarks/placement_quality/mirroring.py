@@ -1,10 +1,10 @@
 """The training step of a forward graph whose ops are known by times and sizes alone.
 
-As `baechi.traced.traced_model` mirrors a traced model: every op has a backward op in its group, a
+As `baechi.traced.step_structure` mirrors a traced model: every op has a backward op in its group, a
 gradient of the same size runs against every edge, and one op of no time, the loss, stands between
 the outputs and their gradients. What autograd saves is not known here, so every op saves all its
-inputs: its backward op consumes them, too. An op that has no inputs, no
-parameters and no backward time (the data) has no backward op.
+inputs: its backward op consumes them, too. An op that has no inputs, no parameters and no backward
+time (the data) has no backward op.
 """
 
 from collections.abc import Sequence

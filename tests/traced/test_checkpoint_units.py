@@ -11,11 +11,7 @@ from torch import nn
 
 import baechi
 from baechi.traced.checkpoint_units import module_paths, named_units
-from baechi.traced.traced_model import (
-    BACKWARD,
-    LOSS,
-    RECOMPUTE,
-)
+from baechi.traced.step_structure import BACKWARD, LOSS, RECOMPUTE
 from baechi.tracing.pytrees import tensors_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")

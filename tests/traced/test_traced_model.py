@@ -10,7 +10,7 @@ from steps import case
 from torch import nn
 
 import baechi
-from baechi.traced.traced_model import BACKWARD, LOSS
+from baechi.traced.step_structure import BACKWARD, LOSS
 
 
 def traced_of(name: str) -> baechi.Traced:

@@ -5,6 +5,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -60,19 +61,50 @@ def exchanged_buffers(model: Stateful, x: torch.Tensor) -> torch.Tensor:
     return x + model.before + 2 * model.mean
 
 
+def replaced_parameter(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.last.weight = nn.Parameter(model.last.weight * 0.9)
+    return x
+
+
+def exchanged_memory(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    for parameter in model.last.parameters():  # the model itself, which fx would not see
+        parameter.data = parameter.data * 0.9
+    return x
+
+
+def exchanged_memory_of_another(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.loose[0].data = model.loose[0] + 1
+    return x + model.loose[0]
+
+
+def counted(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    count = model.loose[0] = model.loose[0] + 1
+    if float(x.detach().sum()) > 1e9:  # so it stays whole
+        return x
+    model.loose[1].mul_(0.5)
+    return x + count * model.loose[1]
+
+
+def without_gradients_of_before(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    return counted(model, x)
+
+
 def grown_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
     model.mean = torch.cat([model.mean, model.mean])
     return x
 
 
 def steps(model: nn.Module) -> list[torch.Tensor]:
-    """Outputs, gradients and state of two steps."""
+    """Outputs, gradients and state of two steps, and what is no state in the end."""
     values: list[torch.Tensor] = []
     for _ in range(2):
         y = model(X)
         y.square().mean().backward()
         values.append(y.detach())
-    return values + [p.grad for p in model.parameters()] + list(model.state_dict().values())
+    loose = next(part.loose for part in model.modules() if isinstance(part, Stateful))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*values, *gradients, *model.state_dict().values(), *loose]
 
 
 EXPORT, WHOLE = "torch.export (non-strict)", "module granularity, opaque leaves"
@@ -81,6 +113,8 @@ KEPT = [
     (written_but_no_buffer, EXPORT),
     (replaced_buffer, WHOLE),
     (shifted_buffers, WHOLE),
+    (exchanged_memory, WHOLE),
+    (counted, WHOLE),
 ]
 
 
@@ -103,6 +137,46 @@ def test_a_buffer_that_the_model_itself_replaces_is_refused(change: Callable[...
         baechi.trace(model, (X,))
     assert model.mean is mean
     assert mean.equal(torch.zeros(8))
+
+
+def test_a_parameter_that_the_model_itself_replaces_is_refused() -> None:
+    model = Stateful(replaced_parameter)
+    weight = model.last.weight
+    with pytest.raises(baechi.TraceError, match=r"replaces parameter 'last.weight'"):
+        baechi.trace(model, (X,))
+    assert model.last.weight is weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [exchanged_memory, exchanged_memory_of_another, counted, without_gradients_of_before],
+)
+def test_a_model_that_cannot_be_traced_is_as_it_was(change: Callable[..., Tensor]) -> None:
+    model = Stateful(change)
+    model(X).sum().backward()
+    own = [*model.parameters(), *model.buffers(), *model.loose]
+    before = [(tensor.grad, tensor.data_ptr(), tensor.detach().clone()) for tensor in own]
+    with pytest.raises(baechi.TraceError):
+        baechi.trace(model, (X,))
+    now = [*model.parameters(), *model.buffers(), *model.loose]
+    for tensor, other, (gradient, memory, value) in zip(own, now, before, strict=True):
+        assert tensor is other
+        assert tensor.grad is gradient
+        assert tensor.data_ptr() == memory
+        assert tensor.equal(value)
+
+
+@pytest.mark.filterwarnings("ignore:1 of this Sequential")  # a large part stays on one device
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"costs": "measure"}], ids=str)
+def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(options: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Stateful(counted))
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, **options)
+    outputs = [placed(X)]
+    placed.measure(steps=1)
+    outputs.append(placed(X))
+    assert_same_values(outputs, [unsplit(X), unsplit(X)], **EXACT)
 
 
 def test_the_model_holds_no_fake_tensor_after_a_trace() -> None:

@@ -24,7 +24,7 @@ from baechi.tracing.calling_convention import inside
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import buffers_kept, notes_kept, step_roots, values_kept
+from baechi.tracing.side_effects import notes_kept, state_kept, step_roots, values_kept
 
 # Longer steps are of longer operators, for which the difference is small.
 LONGEST_NS: Final = 300_000_000
@@ -63,7 +63,7 @@ class WholeStep:
         kinds = [self._forwards, self._backwards] if self.gradients else [self._forwards]
         try:
             with contextlib.ExitStack() as stack:
-                for kept in (notes_kept, values_kept, buffers_kept, without_observers):
+                for kept in (notes_kept, values_kept, state_kept, without_observers):
                     stack.enter_context(kept(self._model))
                 stack.enter_context(inside())
                 stack.enter_context(torch.set_grad_enabled(self.gradients))

@@ -28,7 +28,8 @@ from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executors.cuda_graphs import MOST_SHAPES
-from baechi.traced.traced_model import Traced, op_times
+from baechi.traced.step_costs import op_times
+from baechi.traced.traced_model import Traced
 from baechi.tracing.families import Family
 from baechi.tracing.family_traces import resized, sized
 from baechi.tracing.lowering import TracedModule

@@ -30,7 +30,8 @@ from baechi.runtime.batched_calls import train
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import device_kind, hardware, torch_threads
-from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
+from baechi.traced.step_costs import graded_owners, persistent_bytes
+from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import has_observers, without_observers
@@ -74,13 +75,15 @@ def _running(executable: Executable) -> Iterator["_Steps"]:
     module = executable.module
     loss = len(executable.traced.ops)  # the op after the forward's, where there is a backward
     loss_device = executable.placement.devices[loss] if executable.training else 0
-    # The model's own Python may leave notes in it; the program has none.
-    own = contextlib.nullcontext() if executable.unsplit_on is None else notes_kept(module.model)
     placed_for = executable.admission  # a family's graph and schedule may be of a larger shape
     call = module.call if placed_for is None else placed_for.family.call_at(placed_for.reference)
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
-    kept = values_kept(module.model)
-    with torch.random.fork_rng(gpus), kept, call.autocast.applied(), own:
+    with (
+        torch.random.fork_rng(gpus),
+        values_kept(module.model),
+        notes_kept(module.model),
+        call.autocast.applied(),
+    ):
         yield _Steps(executable, module.model, call, loss_device)
 
 

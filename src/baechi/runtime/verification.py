@@ -26,6 +26,7 @@ from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.recurrent_layers import compact
+from baechi.tracing.side_effects import notes_kept
 
 # What these give is whatever was in memory.
 _UNWRITTEN: Final = ("empty", "new_empty")
@@ -190,21 +191,22 @@ class _Verification:
     def _step(self, forward: Callable[[Call], Any]) -> _Outcome:
         owner = self._model if forward is self._executable else self._unsplit.model
         self._put_back()
-        torch.manual_seed(self._seed)
-        # Anew, since a run may write into them.
-        call = replace(self._call, tensors=tuple(map(copy_of, self._call.tensors)))
-        outputs = tensors_in(forward(call))
-        leaves = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
-        leaves |= dict(owner.named_parameters())
-        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
-        outcome: _Outcome = {f"output {i}": one.detach() for i, one in enumerate(outputs)}
-        if self._executable.training and roots and leaves:
-            found = torch.autograd.grad(_total(roots), list(leaves.values()), allow_unused=True)
-            named = zip(leaves, found, strict=True)
-            outcome |= {f"the gradient of {name}": gradient for name, gradient in named}
-        buffers = owner.named_buffers()
-        return outcome | {f"buffer {name}": value.detach().clone() for name, value in buffers}
+        with notes_kept(self._model), notes_kept(self._unsplit.model):
+            torch.manual_seed(self._seed)
+            # Anew, since a run may write into them.
+            call = replace(self._call, tensors=tuple(map(copy_of, self._call.tensors)))
+            outputs = tensors_in(forward(call))
+            leaves = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
+            leaves |= dict(owner.named_parameters())
+            leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+            roots = [tensor for tensor in outputs if tensor.requires_grad]
+            outcome: _Outcome = {f"output {i}": one.detach() for i, one in enumerate(outputs)}
+            if self._executable.training and roots and leaves:
+                found = torch.autograd.grad(_total(roots), list(leaves.values()), allow_unused=True)
+                named = zip(leaves, found, strict=True)
+                outcome |= {f"the gradient of {name}": gradient for name, gradient in named}
+            buffers = owner.named_buffers()
+            return outcome | {f"buffer {name}": value.detach().clone() for name, value in buffers}
 
     def _put_back(self) -> None:
         with torch.no_grad():

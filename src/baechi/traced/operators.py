@@ -50,6 +50,11 @@ class TracedOp:
     cast_bytes: int = 0
 
     @property
+    def own_bytes(self) -> int:
+        """Bytes of the gradients of its parameters that no later op reads."""
+        return self.trained_bytes - sum(nbytes for nbytes, *_ in self.lent)
+
+    @property
     def modules(self) -> list[str]:
         """The submodules that it belongs to, the outermost first."""
         parts = self.name.partition("/")[0].split(".") if "/" in self.name else []

@@ -365,7 +365,9 @@ def _data() -> property:
         return tensor.detach() if is_traced(tensor) else own.__get__(tensor)
 
     def write(tensor: Any, value: Any) -> None:
-        if is_traced(tensor):
+        # To fx the model's own tensors are real, and it would write into them once, now.
+        ours = threading.get_ident() != tracer or not _models(sys._getframe(1))
+        if is_traced(tensor) or not ours:
             _refuse("Tensor.data = ...")
         own.__set__(tensor, value)
 

@@ -32,7 +32,12 @@ from baechi.tracing.model_code import NUMBERS, own_modules, seen_by
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
-from baechi.tracing.side_effects import buffers_kept, fakes_removed, refuse_hidden_parameters
+from baechi.tracing.side_effects import (
+    fakes_removed,
+    refuse_hidden_parameters,
+    state_kept,
+    undone_if_it_fails,
+)
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.whole_parts import sets_noted, untold
 
@@ -96,7 +101,7 @@ class _ModuleTracer(fx.Tracer):
         if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
             return super().call_module(m, forward, args, kwargs)
         self.path.append(path)
-        with buffers_kept(m):
+        with state_kept(m):
             result = super().call_module(m, forward, args, kwargs)
         self.path.pop()  # not in a `finally`: after an error the path is that of the error
         return result
@@ -115,7 +120,7 @@ def _modes() -> tuple[bool, Autocast]:
 @contextmanager
 def _nothing_kept(model: nn.Module, _: Sequence[Any]) -> Iterator[None]:
     """Run the model's Python for a tracer that loses what it replaces and remembers."""
-    with fakes_removed(model), buffers_kept(model):
+    with fakes_removed(model), state_kept(model):
         yield
 
 
@@ -131,7 +136,8 @@ def symbolic_trace(
     while True:
         tracer = _ModuleTracer(model, opaque)
         try:
-            module = _symbolic_module(model, flat, tracer, mode, call)
+            with undone_if_it_fails(model):
+                module = _symbolic_module(model, flat, tracer, mode, call)
             return module, returned[-1]
         except TraceError:
             raise

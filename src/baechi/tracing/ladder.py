@@ -37,7 +37,7 @@ from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
 from baechi.tracing.recurrent_layers import recurrent_in_one
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
 from baechi.tracing.shared_casts import casts_shared
-from baechi.tracing.side_effects import unchanged
+from baechi.tracing.side_effects import notes_kept, unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import (
     caches_told,
@@ -128,13 +128,22 @@ def _climb(
         if _takes_no_more(rung, places, whole, asked):
             continue
         try:
-            with quiet(), unchanged(model), ctc_losses_known(), recurrent_in_one(), caches_told():
+            with (
+                quiet(),
+                unchanged(model) as notes,
+                ctc_losses_known(),
+                recurrent_in_one(),
+                caches_told(),
+            ):
                 with errors_followed(), reads_noted(model) as reads:
                     captured = capture(model, call)
                 if (whole is not None or (late and not places)) and not captured.lasts:
                     continue
                 ops, tensors, module = _lowered(model, call, captured, places, before, reads)
                 module = replace(module, gradients=mode.observed, reads=reads)
+                # A part that stays whole notes it in placed calls.
+                leaves = opaque_leaves(captured.module, captured.module.graph.nodes).values()
+                notes.put_back(part for leaf in leaves for part in leaf.modules())
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             traced = Traced(name, ops, tensors, taken, model.training, module)
             # Of any part, where truth values may be what is in the way.
@@ -181,7 +190,7 @@ def _refuse_failing(model: nn.Module, call: Call) -> None:
     It runs as the user would run it, with its hooks, on whose notes forward may rely.
     """
     try:
-        with quiet(), unchanged(model):
+        with quiet(), unchanged(model), notes_kept(model):
             run_on_copies(model, call)
     except (TraceError, torch.OutOfMemoryError):
         raise

@@ -52,9 +52,10 @@ from baechi.tracing.questions import Questions
 from baechi.tracing.recurrent_layers import RECURRENT, gives_traced_dtypes
 from baechi.tracing.side_effects import (
     OutsideTensors,
-    buffers_kept,
     containers_kept,
     draws_kept,
+    notes_kept,
+    state_kept,
     unchanged,
 )
 from baechi.tracing.switched_modes import without_switches
@@ -95,7 +96,7 @@ def _non_strict(
     @contextmanager
     def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(buffers_kept(model))
+            stack.enter_context(state_kept(model))
             stack.enter_context(replayed or nullcontext())  # for what nobody else answers
             given = [(tensor, own[name]) for name, tensor in model.named_buffers() if name in own]
             examples = call.tensors if call.may_ask else ()
@@ -171,7 +172,7 @@ def _truth_values(
     **options: Any,
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
-    with TruthValues() as values, without_observers(model):
+    with TruthValues() as values, notes_kept(model), without_observers(model):
         run_on_copies(model, call)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
@@ -184,7 +185,7 @@ def _parts_whole(
     """Trace with ever more submodules whole: the innermost that fails each time."""
 
     def run(call: Call) -> None:
-        with unchanged(model), without_observers(model):
+        with unchanged(model), notes_kept(model), without_observers(model):
             run_on_copies(model, call)
 
     calls = [call, *(_at_other_sizes(call, places, by) for by in ((1, 2) if places else ()))]

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from baechi.errors import TraceError
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import (
-    buffers_of,
     state_of,
     version_of,
     without_gradient_hooks,
@@ -49,44 +48,66 @@ _NO_TENSORS: Final = (nn.Module, int, float, str, type(None))  # most of a model
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Run a forward inside; each buffer is the same tensor after.
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Run a forward inside; each buffer is the same tensor after, and no parameter is a new one.
+
+    What forward computes from a parameter and puts in the place of another, as weight dropout does,
+    is none.
 
     Raises:
         RuntimeError: Forward has replaced one.
     """
-    before = [(path, module, dict(buffers_of(module))) for path, module in model.named_modules()]
-    replaced = ""
+    before = [
+        (f"{path}.{name}".lstrip("."), own, name, tensor)
+        for path, module in model.named_modules()
+        for own in state_of(module)[1:]
+        for name, tensor in own.items()
+    ]
+    replaced = []
     try:
         yield
     finally:
-        for path, module, own in before:
-            for name, buffer in own.items():
-                if buffers_of(module).get(name) is not buffer:
-                    buffers_of(module)[name] = buffer
-                    replaced = replaced or f"{path}.{name}".lstrip(".")
+        for path, own, name, tensor in before:
+            now = own.get(name)
+            of_parameter = isinstance(tensor, nn.Parameter) and not isinstance(now, nn.Parameter)
+            if now is not tensor and not of_parameter:
+                own[name] = tensor
+                kind = "parameter" if isinstance(now, nn.Parameter) else "buffer"
+                replaced.append(f"{kind} {path!r}")
     if replaced:
         raise RuntimeError(
-            f"forward replaces buffer {replaced!r}, which would be lost; let it write into the "
+            f"forward replaces {replaced[0]}, which would be lost; let it write into the "
             "tensor that is there (`copy_`), or put it in a submodule, which then stays whole"
         )
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator["Notes"]:
     """Trace inside; the model and the state of torch.func are as before.
+
+    If it succeeds, what forward notes in attributes, lists and dicts stays, as after a call. Yields
+    the notes of before.
 
     Raises:
         TraceError: Forward made a parameter, a buffer or a submodule.
     """
     before = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     known = _state_of(model)
-    loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
+    loose = list(map(_noted, _loose(model)))
     try:
-        with draws_kept(model), tracers_ended(), fakes_removed(model):
-            yield
+        with (
+            draws_kept(model),
+            tracers_ended(),
+            fakes_removed(model),
+            undone_if_it_fails(model) as notes,
+        ):
+            yield notes
     finally:
         _undo_writes(loose)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
         made = [
             f"{path}.{name}".lstrip(".")
             for path, module, own in before
@@ -101,19 +122,33 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def undone_if_it_fails(model: nn.Module) -> Iterator["Notes"]:
+    """Run the model's own Python inside; if it fails, what it noted until then is gone.
+
+    Else a counter would count a run that failed, and a part that stays whole would go on from it.
+    """
+    notes = Notes(model)
+    try:
+        yield notes
+    except BaseException:
+        notes.put_back()
+        raise
+
+
+@contextmanager
 def notes_kept(model: nn.Module) -> Iterator[None]:
     """Run the model's own Python inside; what it notes in the model is gone in the end.
 
     Attributes, lists and dicts have the objects of before, and tensors in them their values.
     """
-    before = [(holder, dict(_entries(holder))) for holder in _holders(model)]
-    loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
+    before = Notes(model)
+    loose = list(map(_noted, _loose(model)))
     try:
         with draws_kept(model):
             yield
     finally:
         _undo_writes(loose)
-        _put_back(before)
+        before.put_back()
 
 
 @contextmanager
@@ -156,6 +191,26 @@ def _put_back(rows: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
         else:
             holder.clear()
             holder.extend(own.values())
+
+
+@final
+class Notes:
+    """What a model's modules keep in attributes, lists and dicts, as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rows = [(holder, dict(_entries(holder))) for holder in _holders(model)]
+
+    def put_back(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Let them hold the objects that they held; only those of some modules, if given."""
+        if modules is None:
+            _put_back(self._rows)
+            return
+        theirs = {id(vars(module)) for module in modules}
+        for holder, own in self._rows:  # those inside of others come later
+            if id(holder) in theirs:
+                _put_back([(holder, own)])
+                inner = (vars(v) if _is_record(v) else v for v in own.values())
+                theirs.update(map(id, filter(is_container, inner)))
 
 
 @contextmanager
@@ -226,11 +281,28 @@ def _restore(module: nn.Module, before: tuple[Any, ...], known: set[int]) -> lis
     return made
 
 
-def _undo_writes(rows: Iterable[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
-    """Give tensors the values that they had at a version, if they were written since."""
-    for tensor, version, value in rows:
+# A tensor, its version, its memory and the values there.
+_Noted = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
+
+
+def _noted(tensor: torch.Tensor) -> _Noted:
+    memory = tensor.detach()
+    return tensor, version_of(tensor), memory, memory.clone()
+
+
+def _undo_writes(rows: Iterable[_Noted]) -> None:
+    """Give tensors the memory that they had, and the values if they were written since."""
+    for tensor, version, memory, value in rows:
+        if not _is_memory(tensor, memory):
+            tensor.data = memory
         if version_of(tensor) != version:
-            tensor.detach().copy_(value)
+            memory.copy_(value)
+
+
+def _is_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """False if forward has exchanged its memory, as by `tensor.data = ...`, which is no write."""
+    same = tensor.device == memory.device and tensor.shape == memory.shape
+    return same and tensor.is_set_to(memory)
 
 
 def _loose(model: nn.Module) -> list[torch.Tensor]:
@@ -278,7 +350,7 @@ class OutsideTensors(FunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.stand_ins: dict[int, torch.Tensor] = {}
-        self._written: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._written: dict[int, _Noted] = {}
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, with what it reads and writes noted."""
@@ -299,8 +371,7 @@ class OutsideTensors(FunctionMode):
         for tensor in real if writes else ():
             if id(tensor) not in self._written:
                 with untraced():
-                    copy = tensor.detach().clone()
-                self._written[id(tensor)] = tensor, version_of(tensor), copy
+                    self._written[id(tensor)] = _noted(tensor)
         result = func(*args, **kwargs)
         graded = [tensor for tensor in real if tensor.requires_grad]
         if torch.is_grad_enabled() and graded:
