@@ -296,7 +296,7 @@ def _undo_writes(rows: Iterable[_Noted]) -> None:
         if not _is_memory(tensor, memory):
             tensor.data = memory
         if version_of(tensor) != version:
-            memory.copy_(value)
+            memory.detach().copy_(value)
 
 
 def _is_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
@@ -371,7 +371,8 @@ class OutsideTensors(FunctionMode):
         for tensor in real if writes else ():
             if id(tensor) not in self._written:
                 with untraced():
-                    self._written[id(tensor)] = _noted(tensor)
+                    copy = tensor.detach().clone()
+                self._written[id(tensor)] = tensor, version_of(tensor), tensor, copy
         result = func(*args, **kwargs)
         graded = [tensor for tensor in real if tensor.requires_grad]
         if torch.is_grad_enabled() and graded:
