@@ -293,7 +293,7 @@ def _noted(tensor: torch.Tensor) -> _Noted:
 def _undo_writes(rows: Iterable[_Noted]) -> None:
     """Give tensors the memory that they had, and the values if they were written since."""
     for tensor, version, memory, value in rows:
-        if not _is_memory(tensor, memory):
+        if memory is not tensor and not _is_memory(tensor, memory):
             tensor.data = memory
         if version_of(tensor) != version:
             memory.detach().copy_(value)
@@ -302,7 +302,7 @@ def _undo_writes(rows: Iterable[_Noted]) -> None:
 def _is_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     """False if forward has exchanged its memory, as by `tensor.data = ...`, which is no write."""
     same = tensor.device == memory.device and tensor.shape == memory.shape
-    return same and tensor.is_set_to(memory)
+    return same and (tensor.layout is not torch.strided or tensor.is_set_to(memory))
 
 
 def _loose(model: nn.Module) -> list[torch.Tensor]:
