@@ -649,6 +649,28 @@ def test_gradients_that_wait_to_be_added_are_in_the_predicted_peak(
         assert 0.97 * seen <= predicted <= 1.15 * seen
 
 
+class Branched(nn.Module):
+    """Sums whose backwards take no time, one after another on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        return (a * 2 + a.tanh()) * (b * 2 + b.tanh())
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_step_takes_the_turns_of_its_plan(seed: int) -> None:
+    model = nn.Sequential(Branched(), Branched(), Branched())
+    placed = lazily(model, microbatches=2, placer=baechi.RandomPlacer(seed))
+    placed.step(torch.rand(4, 8), targets=torch.rand(4, 8), loss=functional.mse_loss)
+    assert placed.rhythm.turns == placed.placement.turns
+    assert placed.rhythm.peak_bytes == placed.schedule.peak_bytes
+    assert placed.rhythm.step_ns == placed.schedule.makespan_ns
+
+
 class Deep(nn.Module):
     """Layers with skips, whose activations are more than their weights."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from placed import at_random, one_thread, step
+from placed import assert_as_unsplit, at_random, one_thread, step
 from steps import case
 from torch import Tensor, nn
 
@@ -32,6 +32,24 @@ def test_the_first_rung_takes_real_models_and_says_so() -> None:
     traced = trace_of("gpt2")
     assert traced.rung == "torch.export (non-strict)"
     assert [attempt.reason for attempt in traced.attempts] == [""]
+
+
+class Trimmed(nn.Module):
+    """As transformers trims a mask: to torch the size of what an argument is a view of shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x[:, -x.shape[1] :].contiguous())
+
+
+def test_arguments_may_be_parts_of_other_tensors() -> None:
+    for x in (torch.rand(4, 8)[2:], torch.rand(2, 16)[:, 8:], torch.rand(3, 2, 8)[1]):
+        traced = baechi.trace(Trimmed(), (x,))
+        assert [attempt.reason for attempt in traced.attempts] == [""]
+        assert_as_unsplit(traced.module.model, (x,), seeds=1)
 
 
 class Branch(nn.Module):

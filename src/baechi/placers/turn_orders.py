@@ -108,7 +108,8 @@ def ordered_turns(
     """The shortest order found of the turns of a placed graph, of those that fit the memory.
 
     If none fits, the one that exceeds it least; `peak_bytes` says by how much. The order that the
-    placement has is taken where it is of these turns, and no number in flight is asked for.
+    placement has is taken where it is of these turns or of parts of them, and no number in flight
+    is asked for.
 
     Args:
         graph: The graph of one micro-batch.
@@ -136,8 +137,9 @@ def ordered_turns(
     turns = Turns(graph, problem, placement, rows, microbatches, joined)
     turns = replace(turns, segments=as_run(graph, rows), gpus=gpus)
     known = placement.microbatches == microbatches and not joined and not in_flight
-    if known and placement.turns and turns.segments == own:
-        order: Order = tuple((at, batch) for at, batch in placement.turns)
+    parts = parts_of(own, turns.segments) if known and placement.turns else None
+    if parts is not None:
+        order: Order = tuple((at, batch) for whole, batch in placement.turns for at in parts[whole])
         step_ns, peaks = turns.clocked(order)
     else:
         order, step_ns, peaks = shortest_order(turns, effort, in_flight)
@@ -148,6 +150,20 @@ def ordered_turns(
         tuple(peaks[pool] for pool in problem.device_pool),
         lower_bound_ns(turns.ops[1]),
     )
+
+
+def parts_of(
+    segments: Sequence[Sequence[int]], finer: Sequence[Sequence[int]]
+) -> list[list[int]] | None:
+    """Of every segment the indices of those that it is made of; None if one is of several."""
+    whole = {op: at for at, row in enumerate(segments) for op in row}
+    parts: list[list[int]] = [[] for _ in segments]
+    for index, row in enumerate(finer):
+        (at, *others) = {whole[op] for op in row}
+        if others:
+            return None
+        parts[at].append(index)
+    return parts
 
 
 def shortest_order(turns: Turns, effort: str, in_flight: int = 0) -> tuple[Order, int, list[int]]:

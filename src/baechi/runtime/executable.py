@@ -117,7 +117,8 @@ class Executable:
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
-        self._instant = _instant(module, structure)
+        # With a graph those of the clock, so that segments and their turns are as predicted.
+        self._instant = _instant(module, structure) if graph is None else instant_ops(graph)
         self.batches, self.dimensions, self.own_loss = batches, dimensions, own_loss
         self.state_devices = devices_of_state(module, placement.devices, named=ranks is not None)
         self._streams = ranks is None and any(place.type == "cuda" for place in places)
@@ -198,8 +199,7 @@ class Executable:
         return scheduled(
             *(graph, cluster, self.placement, gpus_of(self.places[: len(cluster.devices)])),
             replayed=self.graphs is not None,
-            # The graph's program differs where other ops take no time in it.
-            program=self.program if self._instant == instant_ops(graph) else None,
+            program=self.program,
         )
 
     @cached_property

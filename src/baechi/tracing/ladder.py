@@ -90,8 +90,8 @@ def trace(
         call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
         if places:
             call = call.with_numbers(numbers_among(places))
-            aliases = {id(tensor): _alias(tensor) for tensor in call.tensors}  # one may come twice
-            call = replace(call, tensors=tuple(aliases[id(tensor)] for tensor in call.tensors))
+        aliases = {id(t): _alias(t) for t in call.tensors if places or t._is_view()}
+        call = replace(call, tensors=tuple(aliases.get(id(t), t) for t in call.tensors))
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         if places:
