@@ -5,11 +5,12 @@ import random
 import statistics
 
 import pytest
-from benchmarks.pipelines.graphs import UNIT, chunks, cluster_of
+from benchmarks.pipelines.graphs import UNIT, chunks, cluster_of, layers
 from seeds import seeds
 
-from baechi import Constraints, InputError, Link, Op, OpGraph, Placement, Tensor
+from baechi import Constraints, InputError, Link, Op, OpGraph, Placement, Tensor, solve
 from baechi.placers.turn_orders import ordered_turns
+from baechi.problem.microbatches import segments_of
 
 
 def order(homes, times, memory, microbatches, **rest):
@@ -103,6 +104,18 @@ def test_what_fits_for_one_micro_batch_has_an_order_that_fits(seed):
     rhythm = order(homes, times, need, 4, effort="fast")
     assert rhythm.peak_bytes == need
     assert rhythm.step_ns <= 4 * sum(map(sum, times))
+
+
+def test_parts_of_segments_take_the_turns_of_these():
+    graph, cluster = layers(4), cluster_of([2**30] * 2)
+    placement = solve(graph, cluster, "contiguous", microbatches=3)
+    segments = segments_of(graph, placement)
+    finer = [[op] for row in segments for op in row]
+    rhythm = ordered_turns(graph, cluster, placement, 3, segments=finer)
+    assert len(rhythm.segments) > len(segments)
+    whole = {op: at for at, row in enumerate(segments) for op in row}
+    turns = [(whole[rhythm.segments[at][0]], batch) for at, batch in rhythm.turns]
+    assert tuple(turn for turn, _ in itertools.groupby(turns)) == placement.turns
 
 
 def test_an_order_that_cannot_fit_is_the_one_of_least_excess():
