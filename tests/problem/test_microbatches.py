@@ -57,9 +57,12 @@ def test_a_gradient_is_there_once_and_what_is_added_to_it_only_while_it_is():
     late = [row for row in whole.tensors if row.producer % 5 == 3 and not row.consumers]
     assert [(row.producer, row.nbytes, row.kept) for row in late if row.nbytes] == [(3, 3, True)]
     assert [op.workspace_bytes for op in whole.ops[3::5]] == [1, 6, 4]  # the second: and the sum
-    held = unroll(STEP, 2, segments=((0,), (1,), (2,), (3, 4)))
+    held = unroll(STEP, 2, segments=((0, 1), (2,), (3, 4)))  # of one tape, to its end
     assert Tensor(8, (9,), 3) in held.tensors
     assert held.ops[8].workspace_bytes == 1
+    apart = unroll(STEP, 2, segments=((0,), (1,), (2,), (3, 4)))
+    assert [row for row in apart.tensors if row.producer == 8 and row.nbytes == 3] == []
+    assert apart.ops[8].workspace_bytes == 6
 
 
 def test_state_is_updated_in_the_order_of_the_batches():

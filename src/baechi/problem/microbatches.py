@@ -8,7 +8,7 @@ A step of M micro-batches is M copies of the graph. Copies of an op share a devi
 
 - Persistent bytes are there once. Late bytes, the gradients of parameters, are allocated by the
   first copy; another copy's are held beside them until they are added: to the end of the op, or of
-  the last segment that has its group, where gradients of a shared parameter meet. The second
+  the last tape that has its group, where gradients of a shared parameter meet. The second
   copy's are added in memory of their own, one after the other, since others may hold the first.
 - Index order is batch-major: a scheduler that breaks ties by index prefers the lower batch, and in
   it what comes first. With one loss for all batches (`joined`), all forward ops come before it, and
@@ -22,10 +22,10 @@ k-th to run of every op is called batch k, no op waits longer, and no tensor liv
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, count, groupby, pairwise
 from typing import final
 
 import numpy as np
@@ -198,16 +198,16 @@ def unrolled(
         microbatches: Their number.
         joined: Whether there is one loss for all of them, if the graph trains, in place of one for
             each.
-        segments: The ops that run without interruption, in order: when they end, the late bytes of
-            a later batch have been added (when the last that has no lower index than their op
-            ends). By default every op is alone.
+        segments: The ops that run without interruption, in order: when those of a tape end, the
+            late bytes of a later batch have been added (when the last that has no lower index than
+            their op ends). By default every op is alone.
     """
     loss = graph.n_forward if joined and graph.is_training else -1
     one = graph.explicit.arrays
     rows = [(op,) for op in range(one.ops)] if segments is None else segments
     until, group = np.empty(one.ops, np.int32), one.op_group.tolist()
     latest: dict[int, int] = {}
-    for row in reversed(rows):
+    for row in reversed(rows if segments is None else list(chain(*_by_tape(graph, rows)))):
         for op in row:
             end = next(last for last in reversed(row) if last >= op)
             until[op] = max(end, latest.get(group[op], end))
@@ -242,23 +242,39 @@ def as_run(graph: OpGraph, segments: Sequence[Sequence[int]]) -> tuple[tuple[int
 
     In a training step that is the model's, whatever the placement's is (docs/memory.md).
     """
+    return tuple(tuple(chain(*tapes)) for tapes in _by_tape(graph, segments))
+
+
+def _by_tape(
+    graph: OpGraph, segments: Sequence[Sequence[int]]
+) -> Iterator[Sequence[tuple[int, ...]]]:
+    """The ops of every segment as a step runs them, parted by the tapes that have them."""
     if not graph.is_training:
-        return tuple(map(tuple, segments))
+        yield from ([tuple(row)] for row in segments)
+        return
     n = graph.n_forward
     piece = {op: i for i, row in enumerate(segments) for op in row}
     backward = {op: piece[twin] for op, twin in enumerate(graph.twins) if twin >= 0}
     again = {op: at for at, unit in graph.units.items() for op in unit}
-    found: list[tuple[int, ...]] = []
     rank: dict[int, int] = {}  # of the ops so far
+    tape_of: dict[int, int] = {}  # of those of the forward
+
+    def after_forward(op: int) -> int:
+        return -rank[graph.ops[op].forward[0]]
+
+    def tape(op: int) -> int:
+        return tape_of.get(graph.ops[op].forward[0], -1)
+
     for row in segments:
-        ops = tuple(row)
+        tapes = [tuple(row)]
         if max(row) < n:
-            ops = tuple(chain(*(tape for _, tape in tapes_of(graph, row, backward, again))))
+            tapes = [ops for _, ops in tapes_of(graph, row, backward, again)]
+            first = len(tape_of)
+            tape_of.update((op, first + at) for at, ops in enumerate(tapes) for op in ops)
         elif min(row) > n and row[0] not in graph.units:  # what runs others again is apart
-            ops = tuple(sorted(row, key=lambda op: -rank[graph.ops[op].forward[0]]))
-        rank |= {op: len(rank) + i for i, op in enumerate(ops)}
-        found.append(ops)
-    return tuple(found)
+            tapes = [tuple(ops) for _, ops in groupby(sorted(row, key=after_forward), tape)]
+        rank.update(zip(chain(*tapes), count(len(rank)), strict=False))
+        yield tapes
 
 
 def in_run_order(graph: OpGraph, placement: Placement) -> Placement:
