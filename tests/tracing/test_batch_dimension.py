@@ -110,6 +110,28 @@ def test_a_mixer_is_refused_by_its_name_and_line(forward: Callable[..., Any], wh
     assert "output 1" in why or "test_batch_dimension.py" in str(found.value)
 
 
+def test_experts_that_sort_all_tokens_are_refused_with_what_to_call() -> None:
+    class Experts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sort(dim=0).values
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts()
+
+        def set_experts_implementation(self, _: str) -> None:
+            """As models of transformers have it."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x)
+
+    call = replace(canonical_call(Mixture(), (torch.ones(4, 2),), {}), dims=(0,))
+    traced = baechi.trace(Mixture(), (torch.ones(4, 2),))
+    with pytest.raises(InputError, match=r"sort.*set_experts_implementation\(.batched_mm.\)"):
+        batch_dimensions(traced, call, loss=False, say=lambda _: None)
+
+
 def test_time_is_not_taken_for_the_batch() -> None:
     with pytest.raises(InputError, match=r"time is along .* batch=\{"):
         dimensions(lambda m, h: m.time(h)[0], (3, 2, 4))

@@ -32,6 +32,7 @@ from baechi.tracing.fx_nodes import (
     node_arguments,
     nodes_inside,
     op_and_line,
+    op_name,
     operator_name,
     target_name,
 )
@@ -74,6 +75,13 @@ _BATCH_NORMS: Final = frozenset(
         *("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
         *("_native_batch_norm_legit", "_batch_norm_with_update"),
     )
+)
+
+
+_OUTSIDE: Final = "Compute it outside of the model, on the merged outputs of placed(x)"
+_BATCHED_EXPERTS: Final = (
+    'Call model.set_experts_implementation("batched_mm") before it is placed, with which experts '
+    "keep samples apart"
 )
 
 
@@ -378,9 +386,16 @@ class _Rows:
     def _refuse(self, node: fx.Node, why: str) -> None:
         raise InputError(
             f"{op_and_line(node)} mixes the samples of a batch: {why}. Micro-batches would change "
-            "the result. Compute it outside of the model, on the merged outputs of placed(x); or "
-            "give microbatches=None."
+            f"the result. {_BATCHED_EXPERTS if self._is_of_experts(node) else _OUTSIDE}; or give "
+            "microbatches=None."
         )
+
+    def _is_of_experts(self, node: fx.Node) -> bool:
+        """True if it is of experts of transformers that compute with all tokens sorted by expert."""
+        can_change = any(
+            hasattr(m, "set_experts_implementation") for m in self._one.model.modules()
+        )
+        return can_change and op_name(node).rpartition("/")[0].endswith("experts")
 
 
 def _shapes(node: fx.Node, facts: Facts) -> list[Shape]:
