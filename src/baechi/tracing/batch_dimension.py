@@ -391,10 +391,9 @@ class _Rows:
         )
 
     def _is_of_experts(self, node: fx.Node) -> bool:
-        """True if it is of experts of transformers that compute with all tokens sorted by expert."""
-        can_change = any(
-            hasattr(m, "set_experts_implementation") for m in self._one.model.modules()
-        )
+        """True if it is of experts of transformers, which sort all tokens unless they are told."""
+        modules = self._one.model.modules()
+        can_change = any(hasattr(module, "set_experts_implementation") for module in modules)
         return can_change and op_name(node).rpartition("/")[0].endswith("experts")
 
 
