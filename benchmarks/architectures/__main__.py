@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from benchmarks.architectures.catalog import names, names_found
-from benchmarks.architectures.forms import FORMS, described
+from benchmarks.architectures.forms import FORMS, MICRO_BATCHES, described
 from benchmarks.architectures.report import write_calls, write_table
 from rich.progress import track
 
@@ -43,6 +43,11 @@ def main(
     calls = [name for name, given in (("sizes", sizes), ("generate", generate)) if given]
     if not FORMS.keys() >= set(forms) or len([*calls, *(["form"] if forms else [])]) > 1:
         typer.echo(f"A form is one of {', '.join(FORMS)}, without --sizes and --generate.")
+        raise typer.Exit(2)
+    if {MICRO_BATCHES, "autocast"} <= set(forms):
+        typer.echo(
+            "A step of micro-batches takes no autocast around it: give one of the two forms."
+        )
         raise typer.Exit(2)
     rows: list[dict[str, Any]] = []
     for name in track(chosen, description=""):

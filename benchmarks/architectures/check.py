@@ -7,7 +7,6 @@ a placed model in evaluation mode answers a prompt.
 """
 
 import copy
-import inspect
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -15,83 +14,24 @@ from typing import Any
 
 import torch
 from benchmarks.architectures.catalog import example
-from benchmarks.architectures.forms import autocast, formed, seeds
-from benchmarks.architectures.plain import PLAIN
+from benchmarks.architectures.comparison import differences, step
+from benchmarks.architectures.forms import MICRO_BATCHES, autocast, formed, resized, seeds
+from benchmarks.architectures.micro_batches import check_step
+from benchmarks.architectures.placing import at_random, errors_noted
 from torch import nn
-from torch.utils._pytree import tree_map
 
 import baechi
 from baechi.torch_support.torch_devices import torch_threads
-from baechi.tracing.pytrees import Parts, tensors_in
-
-DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
-
-
-def step(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int = 3
-) -> dict[str, Any]:
-    """What a forward and a backward leave: outputs, gradients, buffers."""
-    args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
-    model.zero_grad()
-    torch.manual_seed(seed)
-    found = Parts(look_into=True)  # a cache of keys and values is an object
-    found.structure(model(*args, **kwargs))
-    outputs = found.tensors
-    with torch.autocast("cpu", enabled=False):  # torch's advice: what follows forward is outside
-        roots = [_scalar(t) for t in outputs if t.requires_grad]
-        if roots:
-            torch.stack(roots).sum().backward()
-    left: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-    left |= {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    left |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    for index, tensor in enumerate(tensors_in((args, kwargs))):
-        left[f"argument {index}"] = tensor.detach()
-        left[f"gradient of argument {index}"] = tensor.grad
-    return left
-
-
-def _scalar(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.float().square().mean()
-
-
-def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """What is not equal in every bit."""
-    if one.keys() != two.keys():
-        return [f"other names: {sorted(one.keys() ^ two.keys())[:4]}"]
-    return [
-        _difference(name, one[name], two[name]) for name in one if not _same(one[name], two[name])
-    ]
-
-
-def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(_numbers(one), _numbers(two))
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.nan_to_num(real) if real.is_floating_point() else real
-
-
-def _difference(name: str, one: Any, two: Any) -> str:
-    if one is None or two is None:
-        return f"{name}: {'none' if one is None else 'some'}, placed the other way"
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return f"{name}: {one.dtype}{list(one.shape)}, placed {two.dtype}{list(two.shape)}"
-    a, b = _numbers(one).double(), _numbers(two).double()
-    worst = float((a - b).abs().max())
-    return f"{name}: {worst:.1e} of {float(a.abs().max()):.1e}"
 
 
 def check(name: str, forms: Collection[str] = ()) -> dict[str, Any]:
     """What happened: operators, rungs, differences and errors, predicted and measured peaks."""
     model, args, kwargs = formed(name, forms)
     row: dict[str, Any] = {"ops": 0, "rungs": [], "problems": [], "peaks": []}
+    if MICRO_BATCHES in forms:
+        with torch_threads(1):
+            check_step(row, name, model.train(), (args, kwargs))
+        return row
     for training, seed in ((True, 1), (False, 3)):
         own = copy.deepcopy(model).train(training)
         with torch_threads(1), torch.set_grad_enabled(training), autocast(forms):
@@ -103,12 +43,8 @@ def check(name: str, forms: Collection[str] = ()) -> dict[str, Any]:
             if unstable:
                 row["problems"].append(f"the unsplit model differs from itself: {unstable[0]}")
                 continue
-            try:
-                _place(row, own, args, kwargs, wanted, seeds(forms), training, seed)
-            except baechi.BaechiError as error:
-                row["problems"].append(f"{type(error).__name__}: {error}")
-            except Exception as error:  # what only the split model raises, whatever it is
-                row["problems"].append(f"fails when placed: {type(error).__name__}: {error}")
+            with errors_noted(row["problems"]):
+                _place(row, own, args, kwargs, wanted, seeds(forms), seed)
     return row
 
 
@@ -116,7 +52,7 @@ def check_sizes(name: str) -> dict[str, Any]:
     """What happened in calls of several batch sizes, with the plans that they took."""
     row: dict[str, Any] = {"plans": [], "problems": [], "remarks": [], "skipped": []}
     model, *call = example(name)
-    calls = [call, *(_resized(name, call, batch) for batch in (3, 5, 4))]
+    calls = [call, *(resized(name, call, batch) for batch in (3, 5, 4))]
     for training, seed in ((True, 1), (False, 3)):
         own = copy.deepcopy(model).train(training)
         with torch_threads(1), torch.set_grad_enabled(training):
@@ -165,7 +101,7 @@ def check_generate(name: str) -> dict[str, Any]:
                 wanted[how] = one
         if not wanted:
             return row
-        placed = _placed_lazily(model, 3)
+        placed = at_random(copy.deepcopy(model), 3)
         for how, want in wanted.items():
             try:
                 wrong = differences(want, _answer(placed, prompt, how))
@@ -186,18 +122,6 @@ def _answer(model: nn.Module, prompt: Mapping[str, Any], how: str) -> dict[str, 
     return {"tokens": answer.sequences, "scores": torch.stack(answer.scores)}
 
 
-def _placed_lazily(model: nn.Module, seed: int) -> baechi.PlacedModule:
-    return baechi.place(
-        copy.deepcopy(model),
-        DEVICES,
-        placer=baechi.RandomPlacer(seed),
-        training=model.training,
-        costs="estimate",
-        progress=False,
-        threads_per_device=1,
-    )
-
-
 def _note_plans(row: dict[str, Any], placed: baechi.PlacedModule) -> None:
     row["plans"].append(len(placed._specializations))
     row["remarks"] += [remark for remark in placed.remarks if "each shape" in remark]
@@ -211,7 +135,7 @@ def _call_each(
     wanted: Sequence[Mapping[str, Any]],
     seed: int,
 ) -> None:
-    placed = _placed_lazily(model, seed)
+    placed = at_random(copy.deepcopy(model), seed)
     for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
         placed.load_state_dict(model.state_dict())
         wrong = differences(want, step(placed, *call))
@@ -221,31 +145,6 @@ def _call_each(
     _note_plans(row, placed)
 
 
-# Their arguments' first sizes differ: several texts or patches for an image. A call of more of
-# them is the same call several times.
-_REPEATED = {"OwlViTForObjectDetection", "Qwen2VLForConditionalGeneration"}
-
-
-def _resized(name: str, call: Any, batch: int) -> Any:
-    """The arguments with another batch, of tensors whose first size is the first one's."""
-    if name in PLAIN and inspect.signature(PLAIN[name]).parameters:
-        return PLAIN[name](batch)[1:]
-    own = next((tensor.shape[0] for tensor in tensors_in(call) if tensor.dim()), None)
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        if name in _REPEATED:
-            rows = torch.arange(batch * len(value)) % len(value)
-        elif len(value) == own:
-            rows = torch.arange(batch) % own
-        else:
-            return value
-        return value.detach()[rows].requires_grad_(value.requires_grad)
-
-    return tree_map(change, call)
-
-
 def _place(
     row: dict[str, Any],
     model: nn.Module,
@@ -253,21 +152,10 @@ def _place(
     kwargs: dict[str, Any],
     wanted: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
-    training: bool,
     seed: int,
 ) -> None:
     given, named = copy.deepcopy((args, kwargs))
-    placed = baechi.place(
-        model,
-        DEVICES,
-        example_args=given,
-        example_kwargs=named,
-        placer=baechi.RandomPlacer(seed),
-        training=training,
-        costs="estimate",
-        progress=False,
-        threads_per_device=1,
-    )
+    placed = at_random(model, seed, example_args=given, example_kwargs=named)
     row["ops"] = max(row["ops"], len(placed.traced.ops))
     row["rungs"].append(placed.traced.rung)
     for want, number in zip(wanted, seeds, strict=True):

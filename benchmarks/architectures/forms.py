@@ -1,14 +1,19 @@
 """The forms in which users run an architecture, beside that of the catalog."""
 
+import inspect
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from benchmarks.architectures.catalog import example
+from benchmarks.architectures.plain import PLAIN
 from benchmarks.architectures.small import Example
 from torch.utils._pytree import tree_map
 
+from baechi.tracing.pytrees import tensors_in
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+MICRO_BATCHES = "microbatches"
 FORMS = {
     "dropout": "as the configuration has it, at four seeds",
     "cache": "use_cache as the configuration has it",
@@ -16,6 +21,7 @@ FORMS = {
     "autocast": "forward casts to bfloat16",
     "bfloat16": "weights and arguments",
     "float16": "weights and arguments",
+    MICRO_BATCHES: "a step of two, beside the loop over them",
 }
 
 
@@ -49,3 +55,28 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
+
+
+# Their arguments' first sizes differ: several texts or patches for an image. A call of more of
+# them is the same call several times.
+_REPEATED = {"OwlViTForObjectDetection", "Qwen2VLForConditionalGeneration"}
+
+
+def resized(name: str, call: Any, batch: int) -> Any:
+    """The arguments with another batch, of tensors whose first size is the first one's."""
+    if name in PLAIN and inspect.signature(PLAIN[name]).parameters:
+        return PLAIN[name](batch)[1:]
+    own = next((tensor.shape[0] for tensor in tensors_in(call) if tensor.dim()), None)
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        if name in _REPEATED:
+            rows = torch.arange(batch * len(value)) % len(value)
+        elif len(value) == own:
+            rows = torch.arange(batch) % own
+        else:
+            return value
+        return value.detach()[rows].requires_grad_(value.requires_grad)
+
+    return tree_map(change, call)

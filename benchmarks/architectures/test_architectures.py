@@ -43,6 +43,17 @@ def test_a_split_model_in_a_form_equals_the_unsplit_one(forms: list[str]) -> Non
     assert len(row["rungs"]) == 2
 
 
+def test_a_step_of_micro_batches_equals_the_loop() -> None:
+    from benchmarks.architectures.check import check
+
+    for name in (ENCODER, "unet"):  # with its own loss, and with another
+        row = check(name, ["microbatches"])
+        assert row["problems"] == []
+        assert row["rungs"]
+        assert all(held <= said for said, held in row["peaks"])
+    assert "mixes" in check("CLIPModel", ["microbatches"])["problems"][0]
+
+
 def test_a_model_of_a_folder_is_found_small_and_split() -> None:
     from benchmarks.architectures.catalog import example, names_found
     from benchmarks.architectures.check import check
