@@ -30,6 +30,8 @@ class TracedOp:
         lent: One row per trained parameter that later ops also read: (bytes, reader, reader, ...).
         cast_bytes: The part of `frozen_bytes` that comes when it begins: casts of parameters that
             no other op casts.
+        rewritten_bytes: Bytes of the state that it reads and that forward writes, of which copies
+            are kept where it runs forward again.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TracedOp:
     trained: tuple[TrainedParameter, ...] = ()
     lent: tuple[tuple[int, ...], ...] = ()
     cast_bytes: int = 0
+    rewritten_bytes: int = 0
 
     @property
     def own_bytes(self) -> int:

@@ -102,7 +102,7 @@ def _mirror(
     edges = _values(traced, twin, again, loss)
     # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
     edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
-    edges += [_edge(op, (at,), 0) for op, at in again.items()]
+    edges += [_edge(op, (at,), traced.ops[op].rewritten_bytes) for op, at in again.items()]
     edges += _gradients(traced, twin, again, loss, home)
     # Other outputs stay where they are; the loss comes after them.
     edges += [

@@ -354,6 +354,7 @@ class Lowering:
                     trained_bytes=own.trained,
                     frozen_bytes=own.frozen,
                     cast_bytes=self._casts[op].own_bytes,
+                    rewritten_bytes=self._rewritten_bytes(nodes),
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=inside[op],
@@ -366,6 +367,15 @@ class Lowering:
                 )
             )
         return tuple(ops)
+
+    def _rewritten_bytes(self, nodes: Sequence[fx.Node]) -> int:
+        """Bytes that it reads of the state that forward writes, and of leaves all buffers."""
+        given = [argument for node in nodes for argument in node.all_input_nodes]
+        read = {value.storage for node in given for value in self._parts.values(node)}
+        rows = (self._facts.storages[storage] for storage in read & self._facts.written)
+        leaves = (self._module.get_submodule(str(n.target)) for n in nodes if n.op == "call_module")
+        buffers = (buffer for leaf in leaves for buffer in leaf.buffers())
+        return sum(r.nbytes for r in rows if r.attribute) + sum(b.nbytes for b in buffers)
 
     def _given(self, nodes: Sequence[fx.Node]) -> Iterator[int]:
         """What the caller gives with a gradient: it is kept, to see whether he writes it since."""
