@@ -164,8 +164,9 @@ class _StepMemory:
         }
 
     def of_recompute(self, _: int, row: Op) -> dict[str, Any]:
-        """Of a unit that runs forward again, on copies of what is kept of the state for that."""
-        copies = sum(self._traced.ops[op].rewritten_bytes for op in row.forward)
+        """Of a unit that runs forward again; copies of state, where no backward holds them."""
+        apart = set(row.forward) - self._traced.differentiated
+        copies = sum(self._traced.ops[op].rewritten_bytes for op in apart)
         return {"workspace_bytes": workspace_bytes(self._traced, row.forward, self._costs) + copies}
 
 

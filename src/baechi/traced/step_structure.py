@@ -102,7 +102,10 @@ def _mirror(
     edges = _values(traced, twin, again, loss)
     # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
     edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
-    edges += [_edge(op, (at,), traced.ops[op].rewritten_bytes) for op, at in again.items()]
+    for op, at in again.items():
+        copied = traced.ops[op].rewritten_bytes  # when it first runs, and once more when again
+        edges.append(_edge(op, (at,), copied))
+        edges += [_edge(at, (twin[op],), copied)] if copied and op in twin else []
     edges += _gradients(traced, twin, again, loss, home)
     # Other outputs stay where they are; the loss comes after them.
     edges += [
