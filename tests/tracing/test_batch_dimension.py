@@ -110,6 +110,24 @@ def test_a_mixer_is_refused_by_its_name_and_line(forward: Callable[..., Any], wh
     assert "output 1" in why or "test_batch_dimension.py" in str(found.value)
 
 
+def test_a_model_whose_first_call_chooses_a_mode_is_compared_in_that_mode() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.layer = "sparse", nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kind == "sparse":
+                self.kind, x = "full", x + torch.zeros(4)
+            return self.layer(x)
+
+    model, x = Choosing(), torch.rand(3, 4)
+    call = replace(canonical_call(model, (x,), {}), dims=(0,))
+    traced = baechi.trace(model, (x,))
+    assert model.kind == "full"
+    assert batch_dimensions(traced, call, loss=False, say=lambda _: None).outputs == (0,)
+
+
 def test_experts_that_sort_all_tokens_are_refused_with_what_to_call() -> None:
     class Experts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

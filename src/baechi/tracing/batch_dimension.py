@@ -91,6 +91,11 @@ class OwnLossError(InputError):
 
 
 @final
+class _OtherOperatorsError(InputError):
+    """A model runs other operators for twice the batch."""
+
+
+@final
 @dataclass(frozen=True)
 class BatchDimensions:
     """The batch dimension of what a model returns, in the order of its flat outputs.
@@ -124,8 +129,13 @@ def batch_dimensions(
     model = traced.module.model
     # What is alike for one sample and for any number is not told apart by one sample.
     sizes = [t.shape[d] for t, d in zip(call.tensors, call.dims, strict=True) if d is not None]
-    first = traced if min(sizes) > 1 else _grown(model, call, 2)
-    rows = _Rows(first.module, _grown(model, call, 2 if min(sizes) > 1 else 4).module)
+    times = 1 if min(sizes) > 1 else 2
+    first = traced if times == 1 else _grown(model, call, times)
+    twice = _grown(model, call, 2 * times)
+    try:
+        rows = _Rows(first.module, twice.module)
+    except _OtherOperatorsError:  # a first call may choose a mode, as BigBird's its attention
+        rows = _Rows(_grown(model, call, times).module, twice.module)
     return rows.dimensions(loss=loss)
 
 
@@ -174,7 +184,7 @@ class _Rows:
 
     def _refuse_other(self, node: fx.Node, other: fx.Node | None) -> None:
         there = "nothing" if other is None else op_and_line(other)
-        raise InputError(
+        raise _OtherOperatorsError(
             "the model runs other operators for twice the batch, so its batch dimension is "
             f"unknown: {op_and_line(node)} where there is {there}. Give microbatches=None, or let "
             "forward not ask for the size of the batch."

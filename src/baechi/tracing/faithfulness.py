@@ -365,9 +365,9 @@ def _data() -> property:
         return tensor.detach() if is_traced(tensor) else own.__get__(tensor)
 
     def write(tensor: Any, value: Any) -> None:
-        # To fx the model's own tensors are real, and it would write into them once, now.
-        ours = threading.get_ident() != tracer or not _models(sys._getframe(1))
-        if is_traced(tensor) or not ours:
+        # To fx the model's own tensors are real, and forward would write into them once, now.
+        in_forward = threading.get_ident() == tracer and _models(sys._getframe(1))
+        if in_forward or is_traced(tensor):
             _refuse("Tensor.data = ...")
         own.__set__(tensor, value)
 
