@@ -302,7 +302,8 @@ def _undo_writes(rows: Iterable[_Noted]) -> None:
 def _is_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     """False if forward has exchanged its memory, as by `tensor.data = ...`, which is no write."""
     same = tensor.device == memory.device and tensor.shape == memory.shape
-    return same and (tensor.layout is not torch.strided or tensor.is_set_to(memory))
+    known = tensor.layout is torch.strided and not tensor.is_meta
+    return same and (not known or tensor.is_set_to(memory))
 
 
 def _loose(model: nn.Module) -> list[torch.Tensor]:
