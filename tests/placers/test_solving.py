@@ -34,8 +34,8 @@ from baechi import (
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.placer import Placer
 from baechi.placers.searching import find, missing_as_run
-from baechi.problem.microbatches import in_run_order
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.segments import in_run_order
 from baechi.problem.simulation import overflows
 
 LINK = Link(10, 10**9)

@@ -10,7 +10,7 @@ from seeds import seeds
 
 from baechi import Constraints, InputError, Link, Op, OpGraph, Placement, Tensor, solve
 from baechi.placers.turn_orders import ordered_turns
-from baechi.problem.microbatches import segments_of
+from baechi.problem.segments import segments_of
 
 
 def order(homes, times, memory, microbatches, **rest):

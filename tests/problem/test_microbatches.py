@@ -10,7 +10,8 @@ from strategies import clusters, graphs, placements, steps
 
 from baechi import Cluster, InputError, Link, Op, OpGraph, Placement, Tensor, simulate
 from baechi.placers.turn_orders import ordered_turns
-from baechi.problem.microbatches import copies_of, segments_of, unrolled
+from baechi.problem.microbatches import copies_of, unrolled
+from baechi.problem.segments import segments_of
 
 # Two layers and their loss; the second has a gradient of 3 bytes from its backward on.
 STEP = OpGraph(

@@ -18,8 +18,8 @@ from steps import case
 import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
 from baechi.problem.cutting import tapes_of
-from baechi.problem.microbatches import in_run_order
-from baechi.program.compilation import compile_program, instant_ops
+from baechi.problem.segments import in_run_order, instant_ops
+from baechi.program.compilation import compile_program
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import Copy, Free, Place, Program, Run, Segment, Wait
 from baechi.storage.serialization import dumps, loads

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import InputError, Op, OpGraph, Placement, Tensor
-from baechi.program.compilation import compile_program, instant_ops
+from baechi.problem.segments import instant_ops
+from baechi.program.compilation import compile_program
 from baechi.program.race_proof import check_program
 from baechi.program.rank_slices import (
     GENERATOR,

@@ -29,7 +29,7 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.problem.microbatches import segments_of
+from baechi.problem.segments import segments_of
 from baechi.problem.simulation import memory_profile, peak_holdings
 from baechi.reporting import Plan, text_report, write_html, write_trace
 from baechi.reporting.figures import (

@@ -14,7 +14,7 @@ from placed import EXACT, again_at_random, assert_same_values, lazily
 from torch import Tensor, nn
 
 import baechi
-from baechi.tracing.side_effects import draws_kept
+from baechi.tracing.model_notes import draws_kept
 
 X = torch.arange(12.0).reshape(3, 4)
 

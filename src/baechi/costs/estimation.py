@@ -31,10 +31,12 @@ from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch, quiet
 from baechi.traced.traced_model import Traced
+from baechi.tracing.fake_tensors import fakes_removed
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.model_notes import notes_kept
 from baechi.tracing.node_facts import Value
-from baechi.tracing.side_effects import fakes_removed, gradients_kept, notes_kept
+from baechi.tracing.side_effects import gradients_kept
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import called_with
 from baechi.validation import check_is, check_positive
@@ -238,7 +240,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
-        notes_kept(module.graph_module) if whole else contextlib.nullcontext(),
+        notes_kept(module.graph_module),  # those of submodules that stay whole
         gradients_kept(module.model),
         quiet(),
         module.call.autocast.applied(),

@@ -22,9 +22,10 @@ from baechi.torch_support.torch_devices import free_host_bytes
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import inside
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.model_notes import notes_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import notes_kept, state_kept, step_roots, values_kept
+from baechi.tracing.side_effects import state_kept, step_roots, values_kept
 
 # Longer steps are of longer operators, for which the difference is small.
 LONGEST_NS: Final = 300_000_000

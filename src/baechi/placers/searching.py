@@ -15,8 +15,8 @@ from baechi.placers.memory_packing import PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
 from baechi.placers.placer import Placer, shortest
 from baechi.placers.sct import MSCT
-from baechi.problem.microbatches import in_run_order
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.segments import in_run_order
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Constraints
 from baechi.records.placement import Placement

@@ -51,8 +51,9 @@ from baechi.placers.max_load import balanced
 from baechi.placers.placer import Placer, live_loads
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.coarsening import Coarse, coarsen
-from baechi.problem.microbatches import Turns, Unrolled, as_run, in_run_order, segments_of
+from baechi.problem.microbatches import Turns, Unrolled
 from baechi.problem.problem_arrays import LIMIT, Problem
+from baechi.problem.segments import as_run, in_run_order, segments_of
 from baechi.problem.simulation import overflows, period_ns, replay, simulate
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph

@@ -16,7 +16,7 @@ from baechi.planning.device_costs import costs_of, with_crowded
 from baechi.planning.options import Options
 from baechi.planning.placement_search import search
 from baechi.planning.split_guard import executable_of, guarded, known_comparison
-from baechi.problem.microbatches import segments_of
+from baechi.problem.segments import segments_of
 from baechi.problem.simulation import overflows, simulate
 from baechi.processes.agreement import trace_of_all
 from baechi.records.graph import OpGraph

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.microbatches import Turns, copies_of, segments_of
+from baechi.problem.microbatches import Turns, copies_of
 from baechi.problem.problem_arrays import Problem, listed
+from baechi.problem.segments import segments_of
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Rows, Schedule, Span, Transfer

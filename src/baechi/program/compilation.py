@@ -18,7 +18,7 @@ import networkx
 
 from baechi.problem.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.program.instruction_writer import InstructionWriter
-from baechi.records.graph import OpGraph, StepStructure
+from baechi.records.graph import StepStructure
 from baechi.records.instructions import (
     Copy,
     Lane,
@@ -50,11 +50,6 @@ def compile_program(structure: StepStructure, placement: Placement, **options: A
     """
     structure.check_placement(placement.devices, placement.order)
     return Compiler(structure, placement, **options).program()
-
-
-def instant_ops(graph: OpGraph) -> Set[int]:
-    """The ops that take no time."""
-    return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
 
 
 @final

@@ -28,9 +28,9 @@ from baechi.errors import InfeasibleError
 from baechi.placers.placer import Placer
 from baechi.placers.solving import solve
 from baechi.placers.turn_orders import ordered_turns
-from baechi.problem.microbatches import in_run_order
+from baechi.problem.segments import in_run_order, instant_ops
 from baechi.problem.simulation import Holding, memory_profile, overflows, simulate
-from baechi.program.compilation import compile_program, instant_ops
+from baechi.program.compilation import compile_program
 from baechi.program.flights import flights
 from baechi.records.cluster import Cluster, Constraints
 from baechi.records.graph import OpGraph

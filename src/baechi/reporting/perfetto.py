@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baechi.problem.microbatches import segments_of
+from baechi.problem.segments import segments_of
 from baechi.problem.simulation import memory_profile
 from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan

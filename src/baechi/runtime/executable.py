@@ -11,10 +11,10 @@ import torch
 
 from baechi.errors import ExecutionError
 from baechi.placers.turn_orders import Rhythm, ordered_turns
-from baechi.problem.microbatches import segments_of
+from baechi.problem.segments import instant_ops, segments_of
 from baechi.processes.agreement import compare_batches
 from baechi.processes.world import Ranks
-from baechi.program.compilation import Turns, compile_program, instant_ops
+from baechi.program.compilation import Turns, compile_program
 from baechi.program.race_proof import check_program
 from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster

@@ -34,9 +34,10 @@ from baechi.traced.step_costs import graded_owners, persistent_bytes
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.model_notes import notes_kept
 from baechi.tracing.observers import has_observers, without_observers
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.side_effects import notes_kept, step_roots, values_kept
+from baechi.tracing.side_effects import step_roots, values_kept
 from baechi.units import format_ns
 from baechi.validation import check_positive
 

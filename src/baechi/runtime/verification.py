@@ -23,10 +23,10 @@ from baechi.torch_support.torch_internals import without_gradient_hooks
 from baechi.tracing.alias_analysis import copy_of
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
+from baechi.tracing.model_notes import notes_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.recurrent_layers import compact
-from baechi.tracing.side_effects import notes_kept
 
 # What these give is whatever was in memory.
 _UNWRITTEN: Final = ("empty", "new_empty")

@@ -27,6 +27,7 @@ from baechi.torch_support.tracer_internals import (
     OpOverload,
 )
 from baechi.tracing.effect_recorder import NUMBERS, EffectRecorder
+from baechi.tracing.fake_tensors import fakes_removed
 from baechi.tracing.fx_nodes import (
     chosen_by_values,
     node_arguments,
@@ -34,7 +35,6 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import without_observers
-from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.workarounds import (
     may_take_most,
     most_selected,

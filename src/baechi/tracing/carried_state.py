@@ -10,9 +10,10 @@ from baechi.torch_support.tracer_internals import quiet
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.effect_recorder import named_state
+from baechi.tracing.model_notes import draws_kept, notes_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.rungs import run_on_copies
-from baechi.tracing.side_effects import draws_kept, notes_kept, unchanged
+from baechi.tracing.side_effects import unchanged
 
 
 def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) -> None:

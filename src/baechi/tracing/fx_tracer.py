@@ -26,18 +26,15 @@ from baechi.torch_support.tracer_internals import FakeTensor, TorchDispatchMode
 from baechi.tracing.alias_analysis import propagate
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import checkpoints_watched, reads_noted, watched
+from baechi.tracing.fake_tensors import fakes_removed
 from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.guards import Autocast, GradientMode
 from baechi.tracing.model_code import NUMBERS, own_modules, seen_by
+from baechi.tracing.model_notes import Notes, undone_if_it_fails
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, is_plain, tensors_in
-from baechi.tracing.side_effects import (
-    fakes_removed,
-    refuse_hidden_parameters,
-    state_kept,
-    undone_if_it_fails,
-)
+from baechi.tracing.side_effects import refuse_hidden_parameters, state_kept
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.whole_parts import sets_noted, untold
 
@@ -136,7 +133,7 @@ def symbolic_trace(
     while True:
         tracer = _ModuleTracer(model, opaque)
         try:
-            with undone_if_it_fails(model):
+            with undone_if_it_fails(Notes(model)):
                 module = _symbolic_module(model, flat, tracer, mode, call)
             return module, returned[-1]
         except TraceError:

@@ -32,12 +32,13 @@ from baechi.tracing.fx_nodes import op_and_line, read_once
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.model_code import own_modules
+from baechi.tracing.model_notes import notes_kept
 from baechi.tracing.node_facts import Facts
 from baechi.tracing.observers import RETURN_IT, has_observers, in_turn
 from baechi.tracing.recurrent_layers import recurrent_in_one
 from baechi.tracing.rungs import LATE, TRUTHS, WHOLE, Capture, run_on_copies, rungs
 from baechi.tracing.shared_casts import casts_shared
-from baechi.tracing.side_effects import notes_kept, unchanged
+from baechi.tracing.side_effects import unchanged
 from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import (
     caches_told,

@@ -46,18 +46,12 @@ from baechi.tracing.fx_nodes import (
 from baechi.tracing.fx_tracer import symbolic_trace, types_told
 from baechi.tracing.guards import Attributes, GradientMode
 from baechi.tracing.model_code import symbols_kept
+from baechi.tracing.model_notes import containers_kept, draws_kept, notes_kept
 from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import Structure
 from baechi.tracing.questions import Questions
 from baechi.tracing.recurrent_layers import RECURRENT, gives_traced_dtypes
-from baechi.tracing.side_effects import (
-    OutsideTensors,
-    containers_kept,
-    draws_kept,
-    notes_kept,
-    state_kept,
-    unchanged,
-)
+from baechi.tracing.side_effects import OutsideTensors, state_kept, unchanged
 from baechi.tracing.switched_modes import without_switches
 from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
 from baechi.tracing.whole_parts import PartError, WholeParts, check_sizes
