@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from benchmarks.architectures.catalog import example
-from benchmarks.architectures.comparison import differences, step
+from benchmarks.architectures.comparison import differences, in_words, step
 from benchmarks.architectures.forms import MICRO_BATCHES, autocast, formed, resized, seeds
 from benchmarks.architectures.micro_batches import check_step
 from benchmarks.architectures.placing import at_random, errors_noted
@@ -139,9 +139,7 @@ def _call_each(
     for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
         placed.load_state_dict(model.state_dict())
         wrong = differences(want, step(placed, *call))
-        if wrong:
-            some = "; ".join(wrong[:3])
-            row["problems"].append(f"call {index}: {len(wrong)} of {len(want)} differ: {some}")
+        row["problems"] += [f"call {index}: {in_words(wrong, want)}"] if wrong else []
     _note_plans(row, placed)
 
 
@@ -160,9 +158,7 @@ def _place(
     row["rungs"].append(placed.traced.rung)
     for want, number in zip(wanted, seeds, strict=True):
         wrong = differences(want, step(placed, args, kwargs, number))
-        if wrong:
-            some = "; ".join(wrong[:3])
-            row["problems"].append(f"{len(wrong)} of {len(want)} differ: {some}")
+        row["problems"] += [in_words(wrong, want)] if wrong else []
     pairs = zip(placed.schedule.peak_bytes, placed.measure(steps=1).peak_bytes, strict=True)
     row["peaks"] += [list(pair) for pair in pairs]
     placed.unplace()

@@ -48,6 +48,11 @@ def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def in_words(wrong: Sequence[str], wanted: Mapping[str, Any]) -> str:
+    """Some of the differences from what was wanted, with their number."""
+    return f"{len(wrong)} of {len(wanted)} differ: {'; '.join(wrong[:3])}"
+
+
 def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     if one is None or two is None:
         return one is two

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks.architectures.comparison import differences, scalar
+from benchmarks.architectures.comparison import differences, in_words, scalar
 from benchmarks.architectures.forms import resized
 from benchmarks.architectures.placing import at_random, errors_noted
 from torch import nn
@@ -32,9 +32,7 @@ def check_step(row: dict[str, Any], name: str, model: nn.Module, call: tuple[Any
         value = placed.step(*copy.deepcopy(args), **copy.deepcopy(kwargs), **loss)
         row["ops"], row["rungs"] = len(placed.traced.ops), [placed.traced.rung]
         wrong = differences(wanted, {"loss": value, **_left(placed)})
-        if wrong:
-            some = "; ".join(wrong[:3])
-            row["problems"].append(f"{len(wrong)} of {len(wanted)} differ: {some}")
+        row["problems"] += [in_words(wrong, wanted)] if wrong else []
         pairs = zip(placed.schedule.peak_bytes, placed.measure(steps=1).peak_bytes, strict=True)
         row["peaks"] = [list(pair) for pair in pairs]
         placed.unplace()
