@@ -29,6 +29,7 @@ class Stateful(nn.Module):
         self.register_buffer("before", torch.ones(8))
         self.seen: torch.Tensor | None = None
         self.loose = [torch.zeros(8), torch.ones(8)]
+        self.row: collections.OrderedDict[int, None] = collections.OrderedDict()
         self.change = change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +84,14 @@ def counted(model: Stateful, x: torch.Tensor) -> torch.Tensor:
         return x
     model.loose[1].mul_(0.5)
     return x + count * model.loose[1]
+
+
+def counted_in_a_row(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    """Notes each call in an `OrderedDict`, which has an order beside its items."""
+    model.row[len(model.row)] = None
+    if float(x.detach().sum()) > 1e9:
+        return x
+    return x + len(list(model.row))
 
 
 def without_gradients_of_before(model: Stateful, x: torch.Tensor) -> torch.Tensor:
@@ -168,9 +177,12 @@ def test_a_model_that_cannot_be_traced_is_as_it_was(change: Callable[..., Tensor
 
 @pytest.mark.filterwarnings("ignore:1 of this Sequential")  # a large part stays on one device
 @pytest.mark.parametrize("options", [{}, {"verify": True}, {"costs": "measure"}], ids=str)
-def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(options: Any) -> None:
+@pytest.mark.parametrize("count", [counted, counted_in_a_row])
+def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(
+    count: Callable[..., Tensor], options: Any
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Stateful(counted))
+    model = nn.Sequential(nn.Linear(4, 4), Stateful(count))
     unsplit = copy.deepcopy(model)
     placed = lazily(model, **options)
     outputs = [placed(X)]

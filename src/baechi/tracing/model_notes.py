@@ -5,7 +5,7 @@ What is run of a model to plan it leaves none of its notes there: a counter coun
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -43,8 +43,7 @@ class Notes:
         for holder, own in self._rows:  # those inside of others come later
             if id(holder) in theirs:
                 _put_back([(holder, own)])
-                inner = (vars(v) if is_record(v) else v for v in own.values())
-                theirs.update(map(id, filter(is_container, inner)))
+                theirs |= {id(inner) for inner in _inside(own.values())}
 
     def undo_writes(self) -> None:
         """Let the tensors among them have the memory and the values that they had."""
@@ -115,8 +114,11 @@ def _put_back(rows: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
         if now.keys() == own.keys() and all(now[key] is own[key] for key in own):
             continue
         if isinstance(holder, dict):
-            dict.clear(holder)
-            dict.update(holder, own)
+            # As the plain kind does it: a subclass may refuse.
+            plain = OrderedDict if isinstance(holder, OrderedDict) else dict
+            plain.clear(holder)
+            for key, value in own.items():
+                plain.__setitem__(holder, key, value)
         else:
             holder.clear()
             holder.extend(own.values())
@@ -202,12 +204,17 @@ def holders_in(model: nn.Module) -> list[Any]:
         holder = left.popleft()
         if id(holder) not in found:
             found[id(holder)] = holder
-            for _, value in entries(holder):
-                if is_container(value):
-                    left.append(value)
-                elif is_record(value):
-                    left.append(vars(value))
+            left += _inside(value for _, value in entries(holder))
     return list(found.values())
+
+
+def _inside(values: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dicts among values, and the attributes of objects among them."""
+    for value in values:
+        if is_container(value):
+            yield value
+        elif is_record(value):
+            yield vars(value)
 
 
 def entries(holder: Any) -> list[tuple[Any, Any]]:
