@@ -618,6 +618,40 @@ class Careful(nn.Module):
         return self.last(hidden)
 
 
+class Redrawing(nn.Module):
+    """Gets another projection in each third call, by a method that counts, as Performers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("projection", torch.randn(4, 4))
+
+    def redraw(self) -> None:
+        if self.calls >= 2:
+            self.projection.mul_(-2.0)
+            self.calls.zero_()
+            return
+        self.calls += 1
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.redraw()
+        return self.last(self.first(args[0] @ self.projection).relu())
+
+
+class Redrawn(nn.Module):
+    """A part that counts, called as fx cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.part, self.head = nn.Linear(4, 4), Redrawing(), nn.Linear(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        hidden[:, 1:] = hidden[:, :-1].clone()
+        return self.head(self.part(*hidden.unbind(0)[:0], hidden))
+
+
 class Sampler(nn.Module):
     """A distribution, whose parameters torch validates; by default not after a `torch.compile`."""
 
@@ -669,6 +703,16 @@ def test_a_step_is_the_unsplit_models(kind: type[nn.Module]) -> None:
             unsplit = seeded(kind)
             assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
             placed.load_state_dict(seeded(kind).state_dict())
+
+
+def test_a_part_that_branches_on_its_own_counter_stays_whole() -> None:
+    """Split, all calls would take the branch of the first one, and the third one failed."""
+    unsplit, x = seeded(Redrawn), torch.randn(3, 4)
+    with one_thread():
+        placed = at_random(copy.deepcopy(unsplit), (x,))
+        assert placed.traced.rung == "torch.export (non-strict), opaque submodules"
+        for _ in range(7):
+            assert not step(unsplit, (x,), {}).differs_from(step(placed, (x,), {}))
 
 
 def test_validated_distributions_draw_as_the_unsplit_model() -> None:
@@ -862,8 +906,23 @@ def after_a_call(model: nn.Module, x: Tensor) -> Tensor:
     return torch.rand(4)
 
 
+class LayerDropAtOnce(LayerDrop):
+    """Draws for all layers at once, as g-mlp-pytorch and vit-pytorch do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        to_drop = torch.zeros(len(self.layers)).uniform_(0.0, 1.0) < self.probability
+        x = x.clone()
+        x[:, 1:] = x[:, :-1].clone()
+        for layer, drop in zip(self.layers, to_drop, strict=True):
+            if not drop:
+                x = layer(x)
+        return x
+
+
 def test_a_branch_taken_at_random_is_refused_by_name() -> None:
     for probability in (1e-6, 0.5):
+        with pytest.raises(baechi.TraceError, match=r"LayerDrop does.*\(at test_guards.py:"):
+            baechi.trace(LayerDropAtOnce(probability), (torch.randn(3, 4),))
         with pytest.raises(baechi.TraceError, match=r"LayerDrop does.*\(at test_guards.py:"):
             baechi.trace(LayerDrop(probability), (torch.randn(3, 4),))
     baechi.trace(LayerDrop(0.5).eval(), (torch.randn(3, 4),))

@@ -5,7 +5,7 @@ Where layers are dropped with a probability of 0, all numbers that may be drawn 
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -13,7 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.torch_internals import version_of
 
-_DRAWS: Final = (torch.rand, torch.rand_like)
+_DRAWS: Final = (torch.rand, torch.rand_like, torch.Tensor.uniform_)
+_FROM_0_TO_1: Final = ((), (0,), (0, 1))  # the bounds of `uniform_`
 # What they draw at least, and at most in doubles.
 _EXTREMES: Final = (0.0, math.nextafter(1.0, 0.0))
 _COMPARISONS: Final = {
@@ -32,11 +33,16 @@ class DrawnFractions:
         self._version: Any = WeakTensorKeyDictionary()  # of each when it was drawn
 
     def answers(
-        self, func: Callable[..., Any], args: tuple[Any, ...], result: Any
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
     ) -> frozenset[bool]:
         """The answers that a comparison of such numbers may have; none of another function."""
         if func in _DRAWS:
-            self._version[result] = version_of(result)
+            if func is not torch.Tensor.uniform_ or (args[1:] in _FROM_0_TO_1 and not kwargs):
+                self._version[result] = version_of(result)
             return frozenset()
         compare = _COMPARISONS.get(getattr(func, "__name__", ""))
         if compare is None or len(args) != 2 or not isinstance(args[0], torch.Tensor):

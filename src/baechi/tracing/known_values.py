@@ -162,7 +162,7 @@ class KnownValues(FunctionMode):
         known = self._known_arguments(func, args, kwargs)
         make = (self._counted(func, args, kwargs) if self._choices else None) or func
         if known is None:
-            return self._drawn(func, args, make(*args, **kwargs))
+            return self._drawn(func, args, kwargs, make(*args, **kwargs))
         if self._may_tell(func, args):
             self.answered = True
             answer, node = self._computed(func, *known)
@@ -207,9 +207,11 @@ class KnownValues(FunctionMode):
                     if compared and row.is_floating_point():
                         self._compared[row] = True
 
-    def _drawn(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Any:
+    def _drawn(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
         """A result of what is not known; with its value, if all numbers that may be drawn agree."""
-        answers = self._fractions.answers(func, args, result)
+        answers = self._fractions.answers(func, args, kwargs, result)
         if len(answers) == 1 and self._is_knowable(result):
             with untraced():
                 value = torch.full(tuple(map(hint, result.shape)), *answers)

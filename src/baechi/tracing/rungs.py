@@ -163,11 +163,15 @@ def _truth_values(
     branches: EagerBranches,
     model: nn.Module,
     call: Call,
+    *,
+    of_counters: bool = False,
     **options: Any,
 ) -> Capture:
-    """Trace with the truth values of a real run of the example."""
+    """Trace with the truth values of a real run of the example; those of counters if so wished."""
     with TruthValues() as values, notes_kept(model), without_observers(model):
-        run_on_copies(model, call)
+        run_on_copies(model, call, values.give_state)
+        if not of_counters:
+            values.refuse_counters()
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
     return _non_strict(mode, branches, model, call, values.recorded, **options)
@@ -224,14 +228,19 @@ def _at_other_sizes(call: Call, places: frozenset[Place], by: int) -> Call:
     return replace(call, tensors=tuple(tensors))
 
 
-def run_on_copies(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+def run_on_copies(
+    model: nn.Module,
+    call: Call,
+    told: Callable[[Iterable[torch.Tensor]], None] = lambda _: None,
+) -> tuple[torch.Tensor, ...]:
     """The tensors that forward gives of the example, run for real.
 
-    State, arguments and random numbers stay as they are.
+    State, arguments and random numbers stay as they are. `told` gets the copies of the state.
     """
     flat, _ = flat_model(model, call)
     state = named_state(flat)
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
+    told(copies.values())
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus):
@@ -270,3 +279,4 @@ def rungs(
     while branches.give_way():
         yield f"{name}{branches}", values
     yield f"torch.export (non-strict), {WHOLE}", partial(_parts_whole, mode, places, of_part)
+    yield name, partial(values, of_counters=True)  # rather than not at all

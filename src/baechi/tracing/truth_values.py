@@ -7,12 +7,13 @@ real tensors, and its truth values are replayed in the trace, each with an opera
 import linecache
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from baechi.torch_support.tracer_internals import FunctionMode
@@ -28,6 +29,8 @@ _FINITE: Final = (
     *(torch.isfinite, torch.isinf, torch.isnan),
     *(torch.Tensor.isfinite, torch.Tensor.isinf, torch.Tensor.isnan),
 )
+# What gives elements of a tensor, as a loop over it does.
+_ELEMENTS: Final = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__getitem__)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -80,7 +83,24 @@ class TruthValues(FunctionMode):
         self._checks = WeakTensorKeyDictionary()
         self._fractions = DrawnFractions()
         self._at_random = WeakTensorKeyDictionary()  # comparisons of what is drawn
+        # Single numbers in buffers, what is computed of these alone, and those that were asked.
+        self._follows: Any = WeakTensorKeyDictionary()
+        self._asked: dict[int, tuple[torch.Tensor, float]] = {}
         self.are_checks = True
+
+    def give_state(self, state: Iterable[torch.Tensor]) -> None:
+        """Know the counters and flags among the state of a real run."""
+        for tensor in state:
+            if tensor.numel() == 1 and not tensor.is_complex():
+                self._follows[tensor] = ((tensor, tensor.item()),)
+
+    def refuse_counters(self) -> None:
+        """Refuse truth values of a counter or a flag that forward has changed for the next call."""
+        if any(tensor.item() != then for tensor, then in self._asked.values()):
+            raise RuntimeError(
+                "forward branches on a buffer that it changes, such as a counter or a flag of the "
+                "first call, and a split model would always take the same branch"
+            )
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function, or the truth value that it asks for."""
@@ -91,8 +111,8 @@ class TruthValues(FunctionMode):
             result = func(*args, **kwargs)
             if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
                 self._checks[result] = True
-            if self._rest is None and len(self._fractions.answers(func, args, result)) > 1:
-                self._at_random[result] = True
+            if self._rest is None:
+                self._follow(func, args, kwargs, result)
             return result
         if args[0] in self._at_random:
             raise RuntimeError(
@@ -101,10 +121,28 @@ class TruthValues(FunctionMode):
             )
         if self._rest is not None:
             return self._replay(args[0], self._rest)
+        self._asked |= {id(row[0]): row for row in self._follows.get(args[0], ())}
         answer = bool(func(args[0]))
         found = TruthValue(args[0].shape, answer, args[0] in self._checks)
         self.recorded[_asker()].append(found)
         return answer
+
+    def _follow(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Note what is drawn at random, and what follows from counters and flags alone."""
+        rows = [row for row in tree_leaves(result) if isinstance(row, torch.Tensor)]
+        element = func in _ELEMENTS and args[0] in self._at_random
+        if element or len(self._fractions.answers(func, args, kwargs, result)) > 1:
+            self._at_random.update((row, True) for row in rows)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        alone = bool(given) and all(tensor in self._follows for tensor in given)
+        found = {id(row[0]): row for tensor in given if alone for row in self._follows[tensor]}
+        for row in rows:
+            if alone:
+                self._follows[row] = tuple(found.values())
+            elif row in self._follows:  # something else is written there
+                del self._follows[row]
 
     def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
         """The asker's next truth value, with its check in the trace."""
