@@ -131,6 +131,32 @@ def random_numbers_are_those_of_one_process(ranks: Ranks) -> None:
         same_state(placed, plain)
 
 
+class Chosen(nn.Module):
+    """Reads what a mask chooses, and its size; fails if that is not a given one."""
+
+    def __init__(self, wanted: int | None) -> None:
+        super().__init__()
+        self.first, self.last, self.wanted = nn.Linear(4, 4), nn.Linear(4, 4), wanted
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.first(x)[mask]
+        if self.wanted is not None:
+            torch._check(rows.numel() == self.wanted)
+        return self.last(x).sum() * rows.shape[0] + self.last(rows).sum()
+
+
+@check
+def sizes_and_numbers_that_values_decide_come_over(ranks: Ranks) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    three, one = torch.tensor([True, True, False, True]), torch.tensor([False, True, False, False])
+    for wanted, masks in ((None, (three, one)), (12, (three, three.flip(0)))):
+        for seed in range(4):
+            model = Chosen(wanted)
+            placed = place(copy.deepcopy(model), ranks, seed, example_args=(x, three))
+            for mask in masks:
+                equal(placed(x, mask), model(x, mask))
+
+
 @check
 def what_runs_again_is_the_same(ranks: Ranks) -> None:
     model, plain = twins(dropout=0.5)

@@ -29,7 +29,8 @@ _MOST_INTS: Final = 1 << 20
 Flag: TypeAlias = (
     bool | tuple[bool, ...]
 )  # whether a value, or each tensor of one, needs a gradient
-Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+# What a tensor must have; a size that depends on values is None.
+Shape: TypeAlias = tuple[torch.dtype, tuple[int | None, ...]]
 
 
 @final
@@ -136,7 +137,7 @@ def receive(
         n = next(ints)
         sizes, strides = (tuple(next(ints) for _ in range(n)) for _ in range(2))
         wanted = None if shapes is None else shapes[index]
-        if wanted is not None and wanted != (_DTYPES[code], sizes):
+        if wanted is not None and not _fits(wanted, _DTYPES[code], sizes):
             raise ExecutionError(
                 f"another rank sends {_DTYPES[code]} of {list(sizes)} where this rank's plan has "
                 f"{wanted[0]} of {list(wanted[1])}."
@@ -144,6 +145,13 @@ def receive(
         tensors.append(_received(edge, _DTYPES[code], sizes, strides, device))
     edge.end()
     return tensors, flags
+
+
+def _fits(wanted: Shape, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
+    """True if a tensor of this dtype and these sizes is what is wanted."""
+    if (wanted[0], len(wanted[1])) != (dtype, len(sizes)):
+        return False
+    return all(n is None or n == size for n, size in zip(wanted[1], sizes, strict=True))
 
 
 def _received(

@@ -147,9 +147,9 @@ class Plan:
         # The results of each micro-batch, taken apart.
         self._parts: list[list[tuple[list[Any], pytree.TreeSpec | None]]] = []
 
-    def __del__(self) -> None:
+    def __del__(self, most: int = _MOST_FREE) -> None:
         """Give the node of the parameters to a step to come."""
-        if len(self._free) < _MOST_FREE:
+        if len(self._free) < most:  # Python may have cleared this file's names, at its end
             self._free.append(self.token)
 
     def forward(self) -> None:

@@ -15,16 +15,18 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
+from baechi.processes.tensor_messages import Shape
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.step import Recomputation, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
+from baechi.torch_support.symbolic_sizes import is_backed
 from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.node_facts import Value
-from baechi.tracing.pytrees import Structure
+from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many
@@ -35,15 +37,32 @@ _LARGE_BYTES: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Passed:
-    """A value that goes to another process as its tensors."""
+    """A value that goes to another process as tensors: its own, and one for each number in it."""
 
     number: int  # of the value
     structure: Structure | None  # around its tensors; None for a tensor
-    tensors: tuple[Value, ...]
+    own: int  # how many tensors it has itself
+    shapes: tuple[Shape, ...]
+
+    def taken_apart(self, value: Any) -> list[torch.Tensor]:
+        """The tensors of a value."""
+        if len(self.shapes) == self.own:
+            return tensors_in(value)
+        parts = Parts()
+        constants = parts.structure(value).constants
+        return [*parts.tensors, *(torch.tensor(row) for row in constants if _is_number(row))]
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The value with these tensors."""
-        return tensors[0] if self.structure is None else self.structure.fill(tensors)
+        if self.structure is None:
+            return tensors[0]
+        numbers = (tensor.item() for tensor in tensors[self.own :])
+        structure = self.structure.mapped(lambda row: next(numbers) if _is_number(row) else row)
+        return structure.fill(tensors[: self.own])
+
+
+def _is_number(constant: Any) -> bool:
+    return type(constant) in (bool, int, float)
 
 
 @final
@@ -54,12 +73,12 @@ class Moves:
     slots: tuple[tuple[int, int], ...]
     grads: tuple[tuple[int, int], ...]
     values: tuple[Passed, ...]  # in the slots
-    gradients: tuple[Value | None, ...]  # what each gradient is of, where that is a tensor
+    gradients: tuple[Shape | None, ...]  # of each gradient, if it is of a tensor
 
     @property
-    def tensors(self) -> list[Value | None]:
-        """The tensors of all, in order."""
-        return [*(tensor for value in self.values for tensor in value.tensors), *self.gradients]
+    def shapes(self) -> list[Shape | None]:
+        """Those of the tensors of all, in order."""
+        return [*(shape for value in self.values for shape in value.shapes), *self.gradients]
 
     def hand_over(self, step: Step) -> None:
         """Bring them to a device of the same memory."""
@@ -406,7 +425,8 @@ class _Binder:
                     moves = tuple((src[node], slot) for node, slot in dst.items())
                     grads = tuple(carried.get(row.tensor, ()))
                     values = tuple(map(self._passed, dst))
-                    of = tuple(self._gradients.of_slot.get(slot) for slot, _ in grads)
+                    found = (self._gradients.of_slot.get(slot) for slot, _ in grads)
+                    of = tuple(value and self._shapes[value] for value in found)
                     copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads, values, of)
                 elif isinstance(row, Free):
                     place = Place(row.tensor, row.device)
@@ -417,7 +437,24 @@ class _Binder:
 
     def _passed(self, node: fx.Node) -> Passed:
         facts = self._module.facts.nodes[node]
-        return Passed(self._layout.value(node), facts.structure, facts.values)
+        constants = () if facts.structure is None else facts.structure.constants
+        numbers = (torch.tensor(row).dtype for row in constants if _is_number(row))
+        shapes = (*map(self._shapes.__getitem__, facts.values), *((dtype, ()) for dtype in numbers))
+        return Passed(self._layout.value(node), facts.structure, len(facts.values), shapes)
+
+    @cached_property
+    def _shapes(self) -> dict[Value, Shape]:
+        """Of every tensor of the graph, with None for a size that depends on values."""
+        found: dict[Value, Shape] = {}
+        for node, facts in self._module.facts.nodes.items():
+            rows = tensors_in(node.meta.get("val"))
+            traced = [tuple(row.shape) for row in rows or facts.values]
+            for value, sizes in zip(facts.values, traced, strict=True):
+                pairs = zip(value.shape, sizes, strict=True)
+                told = node.op != "call_module"  # a part that stays whole, maybe for its values
+                known = tuple(n if told and is_backed(size) else None for n, size in pairs)
+                found[value] = value.dtype, known
+        return found
 
     def _last(
         self, tapes: Sequence[TapeCode], frees: Mapping[Place, Clears]

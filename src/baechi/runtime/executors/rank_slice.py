@@ -32,7 +32,6 @@ from baechi.program.rank_slices import (
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step, random_state, set_random_state
-from baechi.tracing.pytrees import tensors_in
 
 
 @final
@@ -226,12 +225,11 @@ class RankExecutor:
             set_random_state(ranks.device, state)
             return
         moves, step = self._moves(number, row), steps[row.batch]
-        shapes = [None if row is None else (row.dtype, tuple(row.shape)) for row in moves.tensors]
-        tensors, flags = receive(edge, key, ranks.device, shapes)
+        tensors, flags = receive(edge, key, ranks.device, moves.shapes)
         found = iter(tensors)
         for (_, slot), value, flag in zip(moves.slots, moves.values, flags, strict=True):
             step.flags[value.number] = flag
-            step.slots[slot] = value.filled([next(found) for _ in value.tensors])
+            step.slots[slot] = value.filled([next(found) for _ in value.shapes])
         for _, slot in moves.grads:
             step.grads[slot] = next(found)
 
@@ -246,7 +244,7 @@ class RankExecutor:
                 for step in steps:
                     for number, row in mine:
                         flags.append(step.flags[row.value])
-                        tensors += tensors_in(step.results[number])
+                        tensors += row.passed.taken_apart(step.results[number])
             found, told = self._ranks.share(owner, tensors, flags)
             if owner == self._ranks.rank:
                 continue
@@ -255,7 +253,7 @@ class RankExecutor:
                 for number, row in mine:
                     step.flags[row.value] = next(flag)
                     step.results[number] = row.passed.filled(
-                        [next(left) for _ in row.passed.tensors]
+                        [next(left) for _ in row.passed.shapes]
                     )
 
     def _share_generator(self, owner: int | None) -> None:
@@ -288,7 +286,7 @@ class RankCall:
 
 def _sent(step: Step, moves: Moves, key: tuple[int, ...]) -> Message:
     tensors: list[torch.Tensor | None] = []
-    for slot, _ in moves.slots:
-        tensors += tensors_in(step.slots[slot])
+    for (slot, _), value in zip(moves.slots, moves.values, strict=True):
+        tensors += value.taken_apart(step.slots[slot])
     tensors += [step.grads[slot] for slot, _ in moves.grads]
     return Message(key, tensors, [step.flags[value.number] for value in moves.values])
