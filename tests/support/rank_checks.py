@@ -131,6 +131,29 @@ def random_numbers_are_those_of_one_process(ranks: Ranks) -> None:
         same_state(placed, plain)
 
 
+@check
+def compiled_tapes_are_the_loop(ranks: Ranks) -> None:
+    """A rank waits for others that compile in a first step, and no longer after that."""
+    graphs: list[Any] = []
+
+    def slow(graph: Any, _: Any) -> Any:
+        if ranks.rank == 0 and not graphs:
+            time.sleep(2.5)
+        graphs.append(graph)
+        return graph.forward
+
+    model, plain = twins()
+    placed = place(model, ranks, 3, microbatches=2, compile={"backend": slow})
+    usual, ranks.timeout_s = ranks.timeout_s, 1
+    numbers = []
+    for _ in range(2):
+        equal(placed.step(X, targets=T, loss=criterion), loop(plain, 2), "the loss")
+        same_state(placed, plain)
+        numbers.append(len(graphs))
+    assert numbers[0] == numbers[1] > 0
+    ranks.timeout_s = usual
+
+
 class Chosen(nn.Module):
     """Reads what a mask chooses, and its size; fails if that is not a given one."""
 
@@ -424,7 +447,6 @@ def what_does_not_fit_is_an_error_on_every_rank(ranks: Ranks) -> None:
     rows = tuple(replace(device, memory_bytes=64) for device in usual.devices)
     for cluster, options, text in (
         (replace(usual, devices=rows), {}, "no device has room|does not fit|cannot place"),
-        (usual, {"compile": True}, "compile= does not go with baechi.ranks"),
         (usual, {"verify": True}, "verify= does not go with baechi.ranks"),
     ):
         ranks.cluster = cluster

@@ -15,6 +15,7 @@ from baechi.runtime.admission import check_batches
 from baechi.runtime.executable import Executable
 from baechi.runtime.placed_module import executable
 from baechi.runtime.step_measurement import Comparison, compare, remembered
+from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.weights import ParameterDevices
 from baechi.traced.traced_model import Traced
 
@@ -69,6 +70,7 @@ def _executable_of_a_rank(
     special = Executable(
         *(traced, graph, placement, options.places),
         threads=options.threads,
+        options=compile_options(options.compile, options.places),
         graph=graph,
         cluster=options.cluster,
         ranks=ranks,

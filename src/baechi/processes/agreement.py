@@ -25,7 +25,6 @@ _T = TypeVar("_T")
 # What does not go with ranks.
 _WHY_NOT: Final = {
     "verify": "no rank has the whole model to compare with; verify it in one process",
-    "compile": "a rank that compiles in a step would keep the others waiting",
     "cuda_graphs": "what comes from other ranks has no fixed place in memory",
 }
 

@@ -17,8 +17,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn, final
@@ -48,6 +48,8 @@ from baechi.torch_support.torch_internals import default_store
 TRANSPORTS: Final = ("auto", "gloo")
 # Who is told of a failure waits so long for its reason.
 _REASON_S: Final = 2.0
+# For a step in which ranks compile: of a large model that takes minutes.
+_COMPILATION_S: Final = 1_800.0
 # For what is decided once: another rank may trace, measure and solve meanwhile.
 _DECISION_S: Final = 3_600.0
 _LATER: Final = "Restart all ranks, from a checkpoint: torchrun does with --max-restarts."
@@ -97,6 +99,7 @@ class Ranks:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._failed = ""
+        self._more_s = 0.0
         atexit.register(self._finish)
         # Of what is the same rank in all replicas.
         alike = [list(range(rank, self._all, self.size)) for rank in range(self.size)]
@@ -239,7 +242,7 @@ class Ranks:
                     "rank has to make the same calls, with arguments of the same shapes."
                 )
             )
-        limit = self.timeout_s + self.step_ns / 1e9
+        limit = self.timeout_s + self.step_ns / 1e9 + self._more_s
         if time.monotonic() - since > limit:
             self.fail(
                 ExecutionError(
@@ -248,6 +251,15 @@ class Ranks:
                     "ranks(timeout_s=...) allows."
                 )
             )
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, wait longer for a rank: it may compile."""
+        self._more_s = _COMPILATION_S
+        try:
+            yield
+        finally:
+            self._more_s = 0.0
 
     def lost(self, peer: int) -> NoReturn:
         """Raise the error of a rank that is gone."""

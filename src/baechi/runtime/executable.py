@@ -1,7 +1,7 @@
 """A traced model bound to a placement and to torch devices: what one call runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import le
@@ -359,7 +359,8 @@ class Executable:
         if modes is None or meter is not None or (mode := self._mode(call)) in modes:
             yield executor
             return
-        with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
+        waiting = nullcontext() if self.ranks is None else self.ranks.compiling()
+        with waiting, compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             yield self._alone
         if len(modes) >= _MOST_KEPT:
             modes.clear()
