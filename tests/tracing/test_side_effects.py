@@ -5,6 +5,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -28,6 +29,7 @@ class Stateful(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("before", torch.ones(8))
         self.seen: torch.Tensor | None = None
+        self.object = SimpleNamespace(seen=None)
         self.loose = [torch.zeros(8), torch.ones(8)]
         self.row: collections.OrderedDict[int, None] = collections.OrderedDict()
         self.change = change
@@ -44,6 +46,12 @@ def replaced_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
 def remembered(model: Stateful, x: torch.Tensor) -> torch.Tensor:
     model.seen = x.detach() * 2
     return x + model.seen
+
+
+def remembered_in_an_object(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    normal = torch.distributions.Normal(x.detach(), torch.ones(8), validate_args=False)
+    model.object.seen = normal
+    return x + normal.mean
 
 
 def written_but_no_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
@@ -191,10 +199,12 @@ def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(
     assert_same_values(outputs, [unsplit(X), unsplit(X)], **EXACT)
 
 
-def test_the_model_holds_no_fake_tensor_after_a_trace() -> None:
-    model = Stateful(remembered)
+@pytest.mark.parametrize("change", [remembered, remembered_in_an_object])
+def test_the_model_holds_no_fake_tensor_after_a_trace(change: Callable[..., Tensor]) -> None:
+    model = Stateful(change)
     baechi.trace(model, (X,))
     assert model.seen is None
+    assert model.object.seen is None
     model(X)
 
 

@@ -127,7 +127,7 @@ def _clean(holder: Any, before: dict[Any, Any]) -> None:
 
 def _holds_fake(value: Any) -> bool:
     """True if it holds a tracer's tensor or size, also in the attributes of an object."""
-    left, seen = [value], {id(value)}
+    left, seen = [value], set[int]()
     while left:
         for leaf in pytree.tree_leaves(left.pop()):
             if isinstance(leaf, (FakeTensor, fx.Proxy, *SYMBOLIC)):
