@@ -316,9 +316,21 @@ class Remembers(nn.Module):
         super().__init__()
         self.kind, self.one, self.two = kind, nn.Linear(4, 4), nn.Linear(4, 4)
         self.table: torch.Tensor | None = None
+        self.cached = 0
+        self.register_buffer("cache", torch.zeros(64, 4))
+
+    def positions(self, n: int) -> torch.Tensor:
+        """As rotary-embedding-torch keeps them: in a buffer, with their number in an attribute."""
+        if n > self.cached:
+            made = torch.arange(4.0 * n).cos().view(n, 4)
+            self.cache[:n], self.cached = made, n
+            return made
+        return self.cache[:n]
 
     def forward(self, x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         made = self.one(x)
+        if self.kind == "caches":
+            made = made + self.positions(len(x))
         if self.kind == "goes on" and self.hidden is not None:
             made = made + self.hidden
         if self.kind == "later" and last is not None:
@@ -330,7 +342,7 @@ class Remembers(nn.Module):
         return self.two(made if self.table is None else made + self.table)
 
 
-@pytest.mark.parametrize("kind", ["goes on", "later", "notes", "keeps"])
+@pytest.mark.parametrize("kind", ["goes on", "later", "notes", "keeps", "caches"])
 def test_what_goes_on_from_call_to_call_is_refused_where_results_would_differ(kind: str) -> None:
     model = Remembers(kind)
     unsplit = copy.deepcopy(model)

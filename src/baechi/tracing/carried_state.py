@@ -1,6 +1,7 @@
 """State carried from call to call in attributes of a model, which a split model does not carry."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.effect_recorder import named_state
 from baechi.tracing.model_notes import draws_kept, notes_kept
 from baechi.tracing.observers import without_observers
-from baechi.tracing.rungs import run_on_copies
+from baechi.tracing.rungs import copies_of_state, run_on_copies
 from baechi.tracing.side_effects import unchanged
 
 
@@ -42,10 +43,9 @@ def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) 
         if len(devices) > 1 or torch.device("meta") in devices:
             continue
         try:
-            rows = _run_in_turn(model, [before, call])
-            first = rows[0] if other is traced else _run_in_turn(model, [call])[0]
-            differs = not _are_equal(first, rows[1])
-            differs = differs and _are_equal(first, _run_in_turn(model, [call])[0])
+            wanted = _second(model, before, call, carried=False)
+            differs = not _are_equal(wanted, _second(model, before, call, carried=True))
+            differs = differs and _are_equal(wanted, _second(model, before, call, carried=False))
         except Exception:  # whatever the model's code raises after a call that may never come
             continue
         if differs:
@@ -57,14 +57,19 @@ def refuse_carried(model: nn.Module, traced: Traced, earlier: Sequence[Traced]) 
             )
 
 
-def _run_in_turn(model: nn.Module, calls: Sequence[Call]) -> list[tuple[torch.Tensor, ...]]:
-    """What forward gives of calls one after the other, of which nothing stays."""
-    made = []
+def _second(
+    model: nn.Module, first: Call, second: Call, *, carried: bool
+) -> tuple[torch.Tensor, ...]:
+    """What forward gives of the second of two calls, of which nothing stays.
+
+    Buffers are as the first one leaves them; and attributes, if these are carried, too.
+    """
+    copies = copies_of_state(model)
     with quiet(), unchanged(model), notes_kept(model), without_observers(model), torch.no_grad():
-        for each in calls:
-            with draws_kept(model):  # what Python draws is the same in each
-                made.append(run_on_copies(model, each))
-    return made
+        # What Python draws is the same in each.
+        with nullcontext() if carried else notes_kept(model), draws_kept(model):
+            run_on_copies(model, first, copies)
+        return run_on_copies(model, second, copies)
 
 
 def _are_equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -168,8 +168,9 @@ def _truth_values(
     **options: Any,
 ) -> Capture:
     """Trace with the truth values of a real run of the example; those of counters if so wished."""
-    with TruthValues() as values, notes_kept(model), without_observers(model):
-        run_on_copies(model, call, values.give_state)
+    copies = copies_of_state(model)
+    with TruthValues(state=copies.values()) as values, notes_kept(model), without_observers(model):
+        run_on_copies(model, call, copies)
         if not of_counters:
             values.refuse_counters()
     if not values.recorded:
@@ -228,21 +229,22 @@ def _at_other_sizes(call: Call, places: frozenset[Place], by: int) -> Call:
     return replace(call, tensors=tuple(tensors))
 
 
+def copies_of_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a model's parameters and buffers, for `run_on_copies`."""
+    return {f"model.{name}": copy_of(tensor) for name, tensor in named_state(model).items()}
+
+
 def run_on_copies(
-    model: nn.Module,
-    call: Call,
-    told: Callable[[Iterable[torch.Tensor]], None] = lambda _: None,
+    model: nn.Module, call: Call, copies: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The tensors that forward gives of the example, run for real.
 
-    State, arguments and random numbers stay as they are. `told` gets the copies of the state.
+    State, arguments and random numbers stay as they are; `copies` of the state are written.
     """
     flat, _ = flat_model(model, call)
-    state = named_state(flat)
-    copies = {name: copy_of(tensor) for name, tensor in state.items()}
-    told(copies.values())
+    copies = copies_of_state(model) if copies is None else copies
     inputs = tuple(map(copy_of, call.tensors))
-    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
+    gpus = sorted({t.device.index for t in copies.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus):
         return tuple(called_with(flat, copies, inputs))
 

@@ -71,7 +71,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     if replaced:
         raise RuntimeError(
             f"forward replaces {replaced[0]}, which would be lost; let it write into the "
-            "tensor that is there (`copy_`), or put it in a submodule, which then stays whole"
+            "tensor that is there (`copy_`), or put it in a submodule, which then stays whole; if "
+            "it is made once, run the model before you place it"
         )
 
 

@@ -66,6 +66,7 @@ class TruthValues(FunctionMode):
 
     Args:
         recorded: Of a real run, by who asks, in order; None in that run itself.
+        state: The parameters and buffers of a real run.
 
     Attributes:
         are_checks: Whether all that were replayed say that numbers are finite.
@@ -74,7 +75,11 @@ class TruthValues(FunctionMode):
     call may take another.
     """
 
-    def __init__(self, recorded: Mapping[Asker, Sequence[TruthValue]] | None = None) -> None:
+    def __init__(
+        self,
+        recorded: Mapping[Asker, Sequence[TruthValue]] | None = None,
+        state: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self.recorded: dict[Asker, list[TruthValue]] = defaultdict(list)
         self._rest: Mapping[Asker, Iterator[TruthValue]] | None = (
@@ -86,13 +91,10 @@ class TruthValues(FunctionMode):
         # Single numbers in buffers, what is computed of these alone, and those that were asked.
         self._follows: Any = WeakTensorKeyDictionary()
         self._asked: dict[int, tuple[torch.Tensor, float]] = {}
-        self.are_checks = True
-
-    def give_state(self, state: Iterable[torch.Tensor]) -> None:
-        """Know the counters and flags among the state of a real run."""
         for tensor in state:
             if tensor.numel() == 1 and not tensor.is_complex():
                 self._follows[tensor] = ((tensor, tensor.item()),)
+        self.are_checks = True
 
     def refuse_counters(self) -> None:
         """Refuse truth values of a counter or a flag that forward has changed for the next call."""
