@@ -199,6 +199,33 @@ def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(
     assert_same_values(outputs, [unsplit(X), unsplit(X)], **EXACT)
 
 
+class Caches(nn.Module):
+    """Keeps positions in a buffer, and their number in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+        self.register_buffer("cache", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[-1]
+        if n > self.n:
+            self.cache[:n], self.n = torch.arange(float(n)).cos(), n
+        return x + self.cache[:n]
+
+
+def test_what_a_shared_part_notes_is_as_before_a_trace() -> None:
+    """torch.export has proxies of it; with its note, and without its buffer, it reads zeros."""
+    torch.manual_seed(0)
+    part = Caches()
+    model = nn.Sequential(part, nn.Linear(4, 4), part)
+    unsplit = copy.deepcopy(model)
+    baechi.trace(model, (X,))
+    assert part.n == 0
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    assert_same_values([placed(X), model(X)], [unsplit(X)] * 2, **EXACT)
+
+
 @pytest.mark.parametrize("change", [remembered, remembered_in_an_object])
 def test_the_model_holds_no_fake_tensor_after_a_trace(change: Callable[..., Tensor]) -> None:
     model = Stateful(change)

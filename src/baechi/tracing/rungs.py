@@ -102,13 +102,16 @@ def _non_strict(
             outside.stand_ins = {id(mine): other for mine, other in pairs if mine is not other}
             if not branches.nested:
                 stack.enter_context(outside)
-            before, parts = Attributes(model), {*model.modules()}
+            # By their attributes: torch.export has a proxy for each place of a shared module.
+            before, parts = Attributes(model), {id(vars(m)) for m in model.modules()}
             standing_in = nullcontext() if whole is None else whole.standing_in()
             with draws_kept(model) as drew, standing_in:
                 yield
             sets[:] = before.named_since() + drew
             modes[:] = before.modes_since()
-            exchanged[:] = [(vars(m), vars(m).copy()) for m in model.modules() if m not in parts]
+            exchanged[:] = [
+                (own, own.copy()) for own in map(vars, model.modules()) if id(own) not in parts
+            ]
 
     def settle() -> None:
         """Undo that the exporter took all attributes back, also in exchanged submodules."""
