@@ -119,7 +119,7 @@ class TruthValues(FunctionMode):
         if args[0] in self._at_random:
             raise RuntimeError(
                 "forward takes a branch at random, as LayerDrop does, and a split model would "
-                "always take the same; set that probability to 0 (layerdrop=0)"
+                "always take the same; set that probability to 0 (such as layerdrop=0)"
             )
         if self._rest is not None:
             return self._replay(args[0], self._rest)
