@@ -176,6 +176,7 @@ def _truth_values(
         run_on_copies(model, call, copies)
         if not of_counters:
             values.refuse_counters()
+    del copies  # the trace needs none
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
     return _non_strict(mode, branches, model, call, values.recorded, **options)

@@ -134,7 +134,7 @@ class TruthValues(FunctionMode):
     ) -> None:
         """Note what is drawn at random, and what follows from counters and flags alone."""
         rows = [row for row in tree_leaves(result) if isinstance(row, torch.Tensor)]
-        element = func in _ELEMENTS and args[0] in self._at_random
+        element = func in _ELEMENTS and any(arg in self._at_random for arg in args[:1])
         if element or len(self._fractions.answers(func, args, kwargs, result)) > 1:
             self._at_random.update((row, True) for row in rows)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

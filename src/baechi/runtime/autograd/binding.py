@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Final, final
 
 import torch
@@ -426,7 +427,7 @@ class _Binder:
                     grads = tuple(carried.get(row.tensor, ()))
                     values = tuple(map(self._passed, dst))
                     found = (self._gradients.of_slot.get(slot) for slot, _ in grads)
-                    of = tuple(value and self._shapes[value] for value in found)
+                    of = tuple(value and self._shape(value) for value in found)
                     copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads, values, of)
                 elif isinstance(row, Free):
                     place = Place(row.tensor, row.device)
@@ -439,21 +440,26 @@ class _Binder:
         facts = self._module.facts.nodes[node]
         constants = () if facts.structure is None else facts.structure.constants
         numbers = (torch.tensor(row).dtype for row in constants if _is_number(row))
-        shapes = (*map(self._shapes.__getitem__, facts.values), *((dtype, ()) for dtype in numbers))
+        shapes = (*map(self._shape, facts.values), *((dtype, ()) for dtype in numbers))
         return Passed(self._layout.value(node), facts.structure, len(facts.values), shapes)
 
+    def _shape(self, value: Value) -> Shape:
+        return value.dtype, self._sizes.get(value, value.shape)
+
     @cached_property
-    def _shapes(self) -> dict[Value, Shape]:
-        """Of every tensor of the graph, with None for a size that depends on values."""
-        found: dict[Value, Shape] = {}
+    def _sizes(self) -> dict[Value, tuple[int | None, ...]]:
+        """Of every tensor where ranks send some, with None for a size that depends on values."""
+        if all(place.type != "meta" for place in self._places):
+            return {}
+        found: dict[Value, tuple[int | None, ...]] = {}
         for node, facts in self._module.facts.nodes.items():
-            rows = tensors_in(node.meta.get("val"))
-            traced = [tuple(row.shape) for row in rows or facts.values]
-            for value, sizes in zip(facts.values, traced, strict=True):
+            rows: list[Any] = tensors_in(node.meta.get("val")) or [*facts.values]
+            if node.op == "call_module":  # a part that stays whole, maybe for its values
+                rows = []
+            for value, row in zip_longest(facts.values, rows[: len(facts.values)]):
+                sizes = [None] * len(value.shape) if row is None else row.shape
                 pairs = zip(value.shape, sizes, strict=True)
-                told = node.op != "call_module"  # a part that stays whole, maybe for its values
-                known = tuple(n if told and is_backed(size) else None for n, size in pairs)
-                found[value] = value.dtype, known
+                found[value] = tuple(n if is_backed(size) else None for n, size in pairs)
         return found
 
     def _last(
