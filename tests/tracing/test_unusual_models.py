@@ -109,6 +109,16 @@ def test_an_argument_that_is_a_parameter_is_still_an_argument() -> None:
     assert torch.equal(model.weight.grad, unsplit.weight.grad)
 
 
+def test_a_sparse_buffer_that_forward_does_not_read_is_in_no_way() -> None:
+    """As openai-whisper has one for the heads that align; the model stayed whole for it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model.register_buffer("heads", torch.eye(3).to_sparse(), persistent=False)
+    traced = baechi.trace(model, (X,))
+    assert traced.rung == "torch.export (non-strict)"
+    placed = again_at_random(traced, seed=1, devices=2)
+    assert torch.equal(placed(X), model(X))
+
+
 def test_sparse_is_another_layout_and_each_module_another_argument() -> None:
     placed, unsplit = lazily(Sums()), Sums()
     heads = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]

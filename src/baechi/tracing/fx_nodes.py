@@ -160,10 +160,16 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
             # What is not read fixes no sizes, as `mask.sum() == mask.numel()` would.
             known = str(node.target).startswith(_KNOWN)
             idle = not node.users and not node.is_impure() and not silently_written(node)
-            if known and idle:
+            if idle and (known or _is_sparse(part, node)):
                 part.graph.erase_node(node)
         part.recompile()
     return module
+
+
+def _is_sparse(module: fx.GraphModule, node: fx.Node) -> bool:
+    """True if it is a sparse buffer, which has no storage to follow (openai-whisper has one)."""
+    tensor = attrgetter(str(node.target))(module) if node.op == "get_attr" else None
+    return isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided
 
 
 def _converts_nothing(node: fx.Node) -> bool:
