@@ -1,4 +1,4 @@
-"""What a model keeps in Python: attributes, lists and dicts of its modules, and tensors in these.
+"""A model's notes in Python: attributes, lists and dicts of its modules, and tensors in these.
 
 What is run of a model to plan it leaves none of its notes there: a counter counts calls alone.
 """
