@@ -569,3 +569,25 @@ def test_gradients_that_wait_for_the_last_readers_are_added_up_when_it_has_come(
     away = "leave sin sin_1 sin_2 stack sum_1"
     for seen, said in peaks(Spread(), torch.randn(4, 96), away):
         assert seen <= said <= 1.05 * seen
+
+
+class Remembered(nn.Module):
+    """Two learned rows, one joined with the first values and one with the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(2, 1, 4, 64))
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.memory
+        x = self.down(self.up(torch.cat([first, x], 1)).exp()).sin()
+        return torch.cat([last, x, x, x], 1).tanh()
+
+
+@pytest.mark.parametrize("away", ["exp", "sin exp", "down exp"])
+def test_what_a_learned_row_was_joined_with_is_held_for_the_row_s_gradient_as_said(
+    away: str,
+) -> None:
+    for seen, said in peaks(Remembered(), torch.randn(1, 512, 64), away):
+        assert seen <= said <= 1.05 * seen

@@ -255,7 +255,7 @@ class _Gradients:
                     waiting.update(self._sent[op])
                 come -= waiting.pop(op, 0)
                 now = come + self._came[op] + self.scratch[op]
-                self.running[rank][holder] += min(max(now - beside, 0), nbytes - least)
+                self.running[rank][holder] += nbytes - least if now > beside else 0
             own = self._owner(last)
             if own is not None:
                 begun[own] += min(max(come - beside, 0), nbytes - least)

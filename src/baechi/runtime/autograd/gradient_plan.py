@@ -8,6 +8,7 @@ for bit): a value enters a tape once per reader, and leaves it through an alias 
 reader where it is read inside, too (an *exit*).
 """
 
+import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -438,12 +439,15 @@ def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
         batch_norm(x)         another kernel where the gradient is dense with channels last
         silu(x)               another loop where it is dense
         x.view(n), x + y      it is handed on, and another operator may be such a one
+        weight.view(n)        not: a parameter's own gradient gets room of its own
 
     Other kernels walk through a dense copy of a part of a larger gradient in another order, and
     round otherwise. Without this, a batch norm of Cvt (channels last), the attention sinks of
     GPT-OSS and a joined SiLU differ from the unsplit model in their last bits (torch 2.13, CPU).
     """
     facts, target = nodes[node], node.target
+    if _is_parameter(node, nodes):
+        return False
     if len(facts.values) != 1:
         return True
     # The caller is a reader that gives one.
@@ -453,3 +457,19 @@ def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or facts.writes:
         return True
     return torch.Tag.pointwise not in target.tags or operator_name(node) in _HANDS_ON + _ROUNDS
+
+
+def _is_parameter(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
+    """True if it is a parameter or views of one, which together have every element once."""
+    values = nodes[node].values
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (base,) = node.all_input_nodes
+        behind = nodes[base].values
+        parts = node.target is operator.getitem and len(behind) > 1
+        whole = sum(v.nbytes for v in values) == sum(v.nbytes for v in behind)
+        if not {v.storage for v in values} <= {v.storage for v in behind} or not (parts or whole):
+            return False
+        if any(nodes[user].writes for user in base.users if user in nodes):
+            return False
+        node, values = base, behind
+    return node.op == "get_attr"
