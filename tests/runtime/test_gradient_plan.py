@@ -233,6 +233,25 @@ def test_views_sums_and_joins_hand_a_gradient_on_and_others_make_a_new_one() -> 
     assert found == [True] * 7 + [False] * 2
 
 
+class Learned(nn.Module):
+    """Rows of a parameter, another view of each, a copy in more places, and a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.table = (nn.Parameter(torch.randn(2, 1, 4)) for _ in range(2))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        first, second = self.rows
+        return first, second.view(4).unsqueeze(0), self.table.expand(2, 3, 4), self.table[:1]
+
+
+def test_no_view_of_all_of_a_parameter_hands_on_a_gradient_with_its_strides() -> None:
+    module = baechi.trace(Learned(), ()).module
+    (output,) = module.graph_module.graph.find_nodes(op="output")
+    found = [keeps_strides(node, module.facts.nodes) for node in output.all_input_nodes]
+    assert found == [False, False, True, True]
+
+
 class Block(nn.Module):
     """It adds to a value what an operator makes of it that reads it several times."""
 

@@ -585,9 +585,14 @@ class Remembered(nn.Module):
         return torch.cat([last, x, x, x], 1).tanh()
 
 
-@pytest.mark.parametrize("away", ["exp", "sin exp", "down exp"])
-def test_what_a_learned_row_was_joined_with_is_held_for_the_row_s_gradient_as_said(
+def test_what_a_learned_row_was_joined_with_is_held_for_the_row_s_gradient() -> None:
+    for seen, said in peaks(Remembered(), torch.randn(1, 512, 64), "exp"):
+        assert seen <= said <= 1.05 * seen
+
+
+@pytest.mark.parametrize("away", ["sin exp", "down exp"])
+def test_the_gradient_of_a_learned_row_leaves_its_tape_without_what_it_was_joined_with(
     away: str,
 ) -> None:
     for seen, said in peaks(Remembered(), torch.randn(1, 512, 64), away):
-        assert seen <= said <= 1.05 * seen
+        assert seen <= said

@@ -227,7 +227,7 @@ class _Gradients:
         There they are beside what comes to the tensor's operator, which is as large, or is less if
         only a part of the tensor is read. So it is held without being counted only where more has
         come since: gradients of parameters, those that wait for operators further down, what goes
-        in and out of an operator, and its scratch.
+        in and out of an operator, and its scratch. There all of it is counted, but for a part.
         """
         inner: set[fx.Node] = set()
         begun: dict[int, int] = defaultdict(int)  # of joins whose parts are views' gradients
@@ -258,7 +258,7 @@ class _Gradients:
                 self.running[rank][holder] += nbytes - least if now > beside else 0
             own = self._owner(last)
             if own is not None:
-                begun[own] += min(max(come - beside, 0), nbytes - least)
+                begun[own] += nbytes - least if come > beside else 0
         for rank, held in begun.items():  # first the views' gradients become one of the whole
             op = self.ops[rank]
             whole = self.traced.gathered_bytes.get(op, 0) - self._made(rank)
