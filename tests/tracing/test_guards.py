@@ -786,6 +786,21 @@ def test_a_part_that_checks_for_finite_numbers_is_split() -> None:
     assert odd.rung == "module granularity, opaque leaves"  # which takes every value
 
 
+@pytest.mark.parametrize("build", [Detector, Careful])
+def test_on_meta_numbers_are_taken_to_be_finite(build: Callable[[], nn.Module]) -> None:
+    x, mask = torch.randn(3, 4), torch.tensor([True, False, True, True])
+    real, bare = (baechi.trace(seeded(build).to(kind), (x, mask)) for kind in ("cpu", "meta"))
+    assert real.rung == bare.rung == RUNG
+    graphs = [traced.module.graph_module.graph for traced in (real, bare)]
+    assert str(graphs[0]) == str(graphs[1])
+    assert sum(str(node.target).startswith("aten._assert_async") for node in graphs[1].nodes) > 0
+
+
+def test_on_meta_no_other_truth_value_is_known() -> None:
+    with pytest.raises(baechi.TraceError, match="on meta nothing shows whether it runs"):
+        baechi.trace(Wordy().to("meta"), (torch.ones(3, device="meta"),))
+
+
 class Wordy(nn.Module):
     """Asks in a line that is too long to be quoted."""
 

@@ -53,7 +53,7 @@ from baechi.tracing.questions import Questions
 from baechi.tracing.recurrent_layers import RECURRENT, gives_traced_dtypes
 from baechi.tracing.side_effects import OutsideTensors, state_kept, unchanged
 from baechi.tracing.switched_modes import without_switches
-from baechi.tracing.truth_values import Asker, TruthValue, TruthValues
+from baechi.tracing.truth_values import TruthValues
 from baechi.tracing.whole_parts import PartError, WholeParts, check_sizes
 from baechi.tracing.workarounds import called_with, checks_kept
 
@@ -75,14 +75,13 @@ def _non_strict(
     branches: EagerBranches,
     model: nn.Module,
     call: Call,
-    truth_values: Mapping[Asker, Sequence[TruthValue]] | None = None,
+    replayed: TruthValues | None = None,
     *,
     places: frozenset[Place] = frozenset(),
     of_part: bool = False,
     whole: WholeParts | None = None,
 ) -> Capture:
     outside, own = OutsideTensors(), named_state(model)
-    replayed = None if truth_values is None else TruthValues(truth_values)
     sets: list[str] = []
     modes: list[tuple[dict[str, Any], str, str]] = []
     exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # submodules, with their attributes
@@ -170,7 +169,12 @@ def _truth_values(
     of_counters: bool = False,
     **options: Any,
 ) -> Capture:
-    """Trace with the truth values of a real run of the example; those of counters if so wished."""
+    """Trace with the truth values of a real run of the example; those of counters if so wished.
+
+    On meta, where nothing runs, with those that say that numbers are finite.
+    """
+    if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
+        return _non_strict(mode, branches, model, call, TruthValues(assumed=True), **options)
     copies = copies_of_state(model)
     with TruthValues(state=copies.values()) as values, notes_kept(model), without_observers(model):
         run_on_copies(model, call, copies)
@@ -179,7 +183,7 @@ def _truth_values(
     del copies  # the trace needs none
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded, **options)
+    return _non_strict(mode, branches, model, call, TruthValues(values.recorded), **options)
 
 
 def _parts_whole(

@@ -2,6 +2,7 @@
 
 Where forward branches on truth values, as in `if torch.isnan(x).any(): ...`, the model runs once on
 real tensors, and its truth values are replayed in the trace, each with an operator that checks it.
+Without weights it cannot run; then numbers are taken to be finite, and no other value is known.
 """
 
 import linecache
@@ -25,10 +26,11 @@ CHECK: Final = "aten._assert_async."  # prefix of the operators that check
 _MOST_BYTES: Final = 254
 _READS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
 _REDUCED: Final = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
-_FINITE: Final = (
-    *(torch.isfinite, torch.isinf, torch.isnan),
-    *(torch.Tensor.isfinite, torch.Tensor.isinf, torch.Tensor.isnan),
-)
+# What they are of finite numbers.
+_OF_FINITE: Final = {
+    **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
+    **dict.fromkeys((torch.isinf, torch.Tensor.isinf, torch.isnan, torch.Tensor.isnan), False),
+}
 # What gives elements of a tensor, as a loop over it does.
 _ELEMENTS: Final = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__getitem__)
 
@@ -67,6 +69,7 @@ class TruthValues(FunctionMode):
     Args:
         recorded: Of a real run, by who asks, in order; None in that run itself.
         state: The parameters and buffers of a real run.
+        assumed: Whether it is of a trace without such a run, where all numbers are finite.
 
     Attributes:
         are_checks: Whether all that were replayed say that numbers are finite.
@@ -79,13 +82,16 @@ class TruthValues(FunctionMode):
         self,
         recorded: Mapping[Asker, Sequence[TruthValue]] | None = None,
         state: Iterable[torch.Tensor] = (),
+        *,
+        assumed: bool = False,
     ) -> None:
         super().__init__()
+        self._assumed = assumed
         self.recorded: dict[Asker, list[TruthValue]] = defaultdict(list)
         self._rest: Mapping[Asker, Iterator[TruthValue]] | None = (
             None if recorded is None else {asker: iter(row) for asker, row in recorded.items()}
         )
-        self._checks = WeakTensorKeyDictionary()
+        self._checks: Any = WeakTensorKeyDictionary()  # what is asked of them if all is finite
         self._fractions = DrawnFractions()
         self._at_random = WeakTensorKeyDictionary()  # comparisons of what is drawn
         # Single numbers in buffers, what is computed of these alone, and those that were asked.
@@ -111,9 +117,11 @@ class TruthValues(FunctionMode):
             func = torch.Tensor.__bool__
         if func not in _READS or (func is torch.Tensor.item and args[0].dtype != torch.bool):
             result = func(*args, **kwargs)
-            if func in _FINITE or (func in _REDUCED and args and args[0] in self._checks):
-                self._checks[result] = True
-            if self._rest is None:
+            if func in _OF_FINITE:
+                self._checks[result] = _OF_FINITE[func]
+            elif func in _REDUCED and args and args[0] in self._checks:
+                self._checks[result] = self._checks[args[0]]
+            if self._rest is None and not self._assumed:
                 self._follow(func, args, kwargs, result)
             return result
         if args[0] in self._at_random:
@@ -123,6 +131,9 @@ class TruthValues(FunctionMode):
             )
         if self._rest is not None:
             return self._replay(args[0], self._rest)
+        if self._assumed:
+            known = args[0] in self._checks
+            return _checked(args[0], self._checks[args[0]]) if known else func(*args, **kwargs)
         self._asked |= {id(row[0]): row for row in self._follows.get(args[0], ())}
         answer = bool(func(args[0]))
         found = TruthValue(args[0].shape, answer, args[0] in self._checks)
@@ -152,9 +163,14 @@ class TruthValues(FunctionMode):
         if row is None or row.shape != tensor.shape:
             raise RuntimeError("forward asks for other values when it is traced than when it runs")
         self.are_checks &= row.is_check
-        truth = tensor.detach().reshape(()) != 0
-        torch._assert_async(truth if row.answer else ~truth, _words(row.answer))
-        return row.answer
+        return _checked(tensor, row.answer)
+
+
+def _checked(tensor: torch.Tensor, answer: bool) -> bool:
+    """The truth value of a tensor in a trace, with its check there."""
+    truth = tensor.detach().reshape(()) != 0
+    torch._assert_async(truth if answer else ~truth, _words(answer))
+    return answer
 
 
 def _asker() -> Asker:
