@@ -26,7 +26,7 @@ from torch import fx
 
 from baechi.traced.traced_model import Traced
 from baechi.tracing.fx_nodes import operator_name
-from baechi.tracing.node_facts import Value
+from baechi.tracing.node_facts import Value, viewed
 
 _ANYWHERE: Final = -1  # the "operator" of what is held on a device that is not known
 _JOINS: Final = frozenset({"cat", "concat", "stack"})
@@ -121,7 +121,7 @@ class _Gradients:
             (self._place[node], op)
             for op in self.traced.differentiated
             for node in module.nodes[op]
-            if self._viewed(node) is None
+            if viewed(node, self._facts) is None
         )
         self._positions = [place for place, _ in rows]
         self.ops = [op for _, op in rows]
@@ -149,7 +149,7 @@ class _Gradients:
         """Add gradients of whole tensors that come from parts of them."""
         taken: dict[fx.Node, list[int]] = {}
         for node, place in self._place.items():
-            base = self._viewed(node)
+            base = viewed(node, self._facts)
             if base is None or not self._is_graded(node) or len(self._values(base)) != 1:
                 continue
             if self._nbytes(node) < self._nbytes(base) or len(self._values(node)) > 1:
@@ -208,7 +208,7 @@ class _Gradients:
         """
         op = self._op_of.get(state, -1)
         nodes = self.traced.module.nodes[op] if op >= 0 else ()
-        if op < 0 or any(n is not state and self._viewed(n) is None for n in nodes):
+        if op < 0 or any(n is not state and viewed(n, self._facts) is None for n in nodes):
             return []
         first: dict[int, int] = {}  # of each reader
         for node in nodes:
@@ -272,7 +272,9 @@ class _Gradients:
     def _owner(self, place: int) -> int | None:
         """The rank of the operator that a view at a position belongs to; None if it is no view."""
         node = self._nodes[place]
-        return None if self._viewed(node) is None else self._rank.get(self._op_of.get(node, -1))
+        if viewed(node, self._facts) is None:
+            return None
+        return self._rank.get(self._op_of.get(node, -1))
 
     def _between(self, first: int, last: int) -> range:
         """The ranks of nodes that compute from one position to another."""
@@ -285,7 +287,7 @@ class _Gradients:
 
     def _last_use(self, node: fx.Node, reader: int, joins: set[fx.Node]) -> int:
         """The position down to which a reader's gradient of a node is held."""
-        place, base = self._place[node], self._viewed(node)
+        place, base = self._place[node], viewed(node, self._facts)
         others = [other for other in self._users[node] if other != reader]
         if others:  # it is added to theirs
             return min(max(others), reader)
@@ -299,16 +301,6 @@ class _Gradients:
             sources = filter(self._is_graded, node.all_input_nodes)
             return min((self._last_use(one, place, joins) for one in sources), default=place)
         return 0 if node.op in ("placeholder", "get_attr") else place
-
-    def _viewed(self, node: fx.Node) -> fx.Node | None:
-        """What a node is a view of, if it computes nothing."""
-        mine = {value.storage for value in self._values(node)}
-        if node.op in ("placeholder", "get_attr", "output") or not mine or self._facts[node].writes:
-            return None
-        for source in node.all_input_nodes:
-            if mine <= {value.storage for value in self._values(source)}:
-                return source
-        return None
 
     def _values(self, node: fx.Node) -> tuple[Value, ...]:
         return self._facts[node].values if node in self._facts else ()

@@ -57,6 +57,18 @@ class NodeFacts:
 NOTHING: Final = NodeFacts()
 
 
+def viewed(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> fx.Node | None:
+    """What a node is a view of, if it computes nothing."""
+    facts = nodes.get(node, NOTHING)
+    mine = {value.storage for value in facts.values}
+    if node.op in ("placeholder", "get_attr", "output") or not mine or facts.writes:
+        return None
+    for source in node.all_input_nodes:
+        if mine <= {value.storage for value in nodes.get(source, NOTHING).values}:
+            return source
+    return None
+
+
 @final
 @dataclass
 class Storage:

@@ -24,7 +24,7 @@ from baechi.records.instructions import Program
 from baechi.runtime.autograd.tape import Entry
 from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.node_facts import NodeFacts, Value
+from baechi.tracing.node_facts import NodeFacts, Value, viewed
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves
 
@@ -461,15 +461,12 @@ def keeps_strides(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
 
 def _is_parameter(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
     """True if it is a parameter or views of one, which together have every element once."""
-    values = nodes[node].values
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        (base,) = node.all_input_nodes
-        behind = nodes[base].values
-        parts = node.target is operator.getitem and len(behind) > 1
-        whole = sum(v.nbytes for v in values) == sum(v.nbytes for v in behind)
-        if not {v.storage for v in values} <= {v.storage for v in behind} or not (parts or whole):
+    while (base := viewed(node, nodes)) is not None:
+        mine, behind = nodes[node].values, nodes[base].values
+        part = node.target is operator.getitem and len(behind) > 1
+        if not part and sum(v.nbytes for v in mine) != sum(v.nbytes for v in behind):
             return False
         if any(nodes[user].writes for user in base.users if user in nodes):
             return False
-        node, values = base, behind
+        node = base
     return node.op == "get_attr"
