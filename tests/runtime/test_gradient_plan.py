@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from placed import at_random, one_thread, place_on, same, step
+from placed import again_at_random, one_thread, place_on, same, step
 from seeds import some
 from torch import Tensor, nn
 from torch.nn import functional
@@ -76,12 +76,13 @@ class Pooled(nn.Module):
 
 def assert_equal_at_random(model: nn.Module, args: tuple[Tensor, ...]) -> None:
     """A step of four random placements leaves the unsplit model's bits."""
+    traced, state = baechi.trace(model, args), copy.deepcopy(model.state_dict())
     with one_thread():
         expected = step(copy.deepcopy(model), args, {})
         for seed in range(4):
-            placed = at_random(copy.deepcopy(model), args, seed=seed)
+            placed = again_at_random(traced, seed=seed, devices=3)
             assert step(placed, args, {}).differs_from(expected) == []
-            placed.unplace()
+            placed.unplace().load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", [Sinks, Marked, Normed, Pooled])

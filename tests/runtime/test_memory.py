@@ -13,6 +13,8 @@ from seeds import some
 
 import baechi
 from baechi import Constraints
+from baechi.placers.searching import find
+from baechi.problem.problem_arrays import Problem
 from baechi.tracing.partition import attribute
 
 cluster_of = partial(cpus, link=baechi.Link(5_000, 10**12))
@@ -89,7 +91,7 @@ def test_the_peak_of_one_device_is_predicted(name: str, optimizer: str | None) -
     assert 0.97 * seen <= said <= 1.07 * seen
 
 
-@pytest.mark.parametrize("name", some(["gpt2", "t5", "mixtral", "nn_transformer"], 4, 3))
+@pytest.mark.parametrize("name", some(["gpt2", "t5", "mixtral", "nn_transformer"], 4))
 def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> None:
     """Operators placed at random, one by one: the most copies that there can be."""
     for said, seen in peaks(name, 2, "sgd", 0):
@@ -101,7 +103,7 @@ class Codes(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
         self.embedding = torch.nn.Embedding(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,23 +165,22 @@ def test_peaks_are_predicted(name: str, n: int, optimizer: str | None) -> None:
 
 
 def least_cap(graph: baechi.OpGraph) -> int:
-    """The smallest capacity, within 1 %, of two equal devices at which `solve` succeeds."""
+    """The smallest capacity, within 1 %, of two equal devices for which there is a placement."""
     alone = baechi.solve(graph, cluster_of(1), placer="single")
     low, high = 1, max(baechi.simulate(graph, cluster_of(1), alone).peak_bytes) * 20 // 19 + 1
     while high - low > high // 100:
         middle = (low + high) // 2
-        try:
-            solved_on_two(graph, middle)
-            high = middle
-        except baechi.InfeasibleError:
+        if on_two(graph, middle) is None:
             low = middle
+        else:
+            high = middle
     return high
 
 
-def solved_on_two(graph: baechi.OpGraph, cap: int) -> baechi.Placement:
+def on_two(graph: baechi.OpGraph, cap: int) -> baechi.Placement | None:
     """A placement on two devices of that capacity, with a twentieth of it as a margin."""
     margins = Constraints(margins={f"cpu:{i}": cap // 20 for i in range(2)})
-    return baechi.solve(graph, cluster_of(2, cap), effort="fast", constraints=margins)
+    return find(Problem(graph, cluster_of(2, cap), margins), effort="fast")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,8 @@ def test_what_was_accepted_runs_within_its_caps(name: str) -> None:
     least = least_cap(graph)
     for percent in (100, 125, 200):
         cap = least * percent // 100
-        placement = solved_on_two(graph, cap)
+        placement = on_two(graph, cap)
+        assert placement is not None
         cluster = cluster_of(2, cap)
         placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
         seen = measured(placed, call, "adamw")

@@ -22,10 +22,10 @@ class Branches(nn.Module):
         super().__init__()
         self.split, self.stack = split, stack
         self.first = nn.Linear(64, 2 * 64)
-        layers = [[nn.Linear(64, 64), nn.GELU()] for _ in range(16)]
+        layers = [[nn.Linear(64, 64), nn.GELU()] for _ in range(8)]
         self.branches = nn.ModuleList(
             nn.Sequential(*(part for row in rows for part in row))
-            for rows in (layers[:8], layers[8:])
+            for rows in (layers[:4], layers[4:])
         )
         self.join = nn.Linear(64 if stack else 2 * 64, 1)
 
@@ -39,12 +39,23 @@ def errors(
     model: nn.Module, args: tuple[Tensor, ...], n: int, seeds: int, *, measured: bool = True
 ) -> list[float]:
     """(predicted - measured) / measured of every device that holds anything, placed at random."""
+    return errors_of(*costed(model, args, measured=measured), n, seeds)
+
+
+def costed(
+    model: nn.Module, args: tuple[Tensor, ...], *, measured: bool = True
+) -> tuple[baechi.Traced, baechi.OpGraph]:
+    """The trace of a training step, and its graph."""
     traced = baechi.trace(model, args)
     if measured:
         profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
     else:
         profile = baechi.estimate(traced, "cpu")
-    graph = traced.graph(profile)
+    return traced, traced.graph(profile)
+
+
+def errors_of(traced: baechi.Traced, graph: baechi.OpGraph, n: int, seeds: int) -> list[float]:
+    """As `errors`, of what is traced."""
     cluster = cpus(n, link=baechi.Link(5_000, 10**12))
     found = []
     for seed in range(seeds):
@@ -81,7 +92,7 @@ class Dense(nn.Module):
 def test_joins_that_take_no_time_by_their_kernels() -> None:
     traced = baechi.trace(Dense(), (torch.randn(64, 16, requires_grad=True),))
     graph = traced.graph(baechi.estimate(traced, "cpu"))
-    for seed in range(6):
+    for seed in range(4):
         placement = baechi.solve(graph, cpus(2), placer=baechi.RandomPlacer(seed))
         placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(2), threads_per_device=1)
         seen, said = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
@@ -104,11 +115,12 @@ class Projected(nn.Module):
         return nn.functional.linear(nn.functional.linear(x, one).tanh(), two)
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 0.12), (2, 0.03)])
-def test_the_gradient_of_a_weight_in_parts_is_counted_once(n: int, most: float) -> None:
-    rows = errors(Projected(), (torch.randn(8, 32),), n, 4)
-    assert min(rows) >= 0
-    assert sorted(rows)[len(rows) // 2] <= most
+def test_the_gradient_of_a_weight_in_parts_is_counted_once() -> None:
+    step = costed(Projected(), (torch.randn(8, 32),))
+    for n, seeds, most in ((1, 1, 0.12), (2, 4, 0.03)):
+        rows = errors_of(*step, n, seeds)
+        assert min(rows) >= 0
+        assert sorted(rows)[len(rows) // 2] <= most
 
 
 class Frozen(nn.Module):
@@ -155,8 +167,8 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score = nn.Linear(32, 512)
-        self.again = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+        self.score = nn.Linear(32, 256)
+        self.again = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
         self.layers = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +182,7 @@ class Chosen(nn.Module):
 def test_what_no_gradient_comes_to_is_not_kept(casts: bool) -> None:
     """Nor are its casts, of which autocast keeps those of leaves."""
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        rows = errors(Chosen(), (torch.randn(512, 32),), 2, 4)
+        rows = errors(Chosen(), (torch.randn(256, 32),), 2, 2)
     assert min(rows) >= -0.01
 
 
@@ -206,7 +218,7 @@ class Thrice(nn.Module):
 
 def test_each_operator_keeps_its_own_cast_of_what_is_no_weight() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        rows = errors(Thrice(), (torch.randn(512, 64),), 2, 4, measured=False)
+        rows = errors(Thrice(), (torch.randn(256, 64),), 2, 3, measured=False)
     assert min(rows) >= -0.01
 
 
@@ -303,7 +315,7 @@ class Turned(nn.Module):
 
 
 def test_a_gradient_of_a_view_is_as_dense_as_readers_send_it() -> None:
-    rows = errors(Turned(), (torch.randn(8, 64, 16),), 2, 4)
+    rows = errors(Turned(), (torch.randn(8, 64, 16),), 2, 2)
     assert min(rows) >= 0
 
 
@@ -413,19 +425,17 @@ HOLDING = {
 
 
 @pytest.mark.parametrize("name", HOLDING)
-@pytest.mark.parametrize("costs", ["estimate", "profile"])
-def test_what_autograd_holds_is_counted(name: str, costs: str) -> None:
+def test_what_autograd_holds_is_counted(name: str) -> None:
     traced = baechi.trace(*HOLDING[name])
-    profile = baechi.estimate(traced, "cpu")
-    if costs == "profile":
-        profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
-    graph = traced.graph(profile)
-    placement = baechi.solve(graph, cpus(1), placer="single")
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(1), threads_per_device=1)
-    (seen,), (said,) = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
-    placed.unplace()
+    measured = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
     # Of what oneDNN keeps of an LSTM, computed costs have no part that gradients reuse.
-    assert seen <= said <= (1.2 if costs == "estimate" else 1.05) * seen
+    for profile, most in ((baechi.estimate(traced, "cpu"), 1.2), (measured, 1.05)):
+        graph = traced.graph(profile)
+        placement = baechi.solve(graph, cpus(1), placer="single")
+        placed = baechi.apply(traced, placement, graph=graph, cluster=cpus(1), threads_per_device=1)
+        (seen,), (said,) = placed.measure(1).peak_bytes, placed.schedule.peak_bytes
+        placed.unplace()
+        assert seen <= said <= most * seen, profile.source
 
 
 class LogitsBeside(nn.Module):
@@ -478,7 +488,7 @@ class Sums(nn.Module):
 
     def __init__(self, *, twice: bool = False, product: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
         self.twice, self.product = twice, product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -537,7 +547,7 @@ class Again(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(64, 64)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -647,15 +657,16 @@ class Waiting(nn.Module):
 @pytest.mark.parametrize(
     "model", [Asked(), Spectra(), Unread(), Dropped(), Waiting()], ids=lambda m: type(m).__name__
 )
-@pytest.mark.parametrize("n", [1, 2])
-def test_no_device_holds_more_than_predicted(model: nn.Module, n: int) -> None:
+def test_no_device_holds_more_than_predicted(model: nn.Module) -> None:
     asked = isinstance(model, Asked)
     x = torch.randn(128, 64, requires_grad=asked)
-    rows = errors(model, (x, torch.randn(128, 64)) if asked else (x,), n, 6 if n > 1 else 1)
-    assert min(rows) >= 0
+    step = costed(model, (x, torch.randn(128, 64)) if asked else (x,))
     # A spectrum crosses without its imaginary part; where parts of a stack wait is not known.
     most = {Spectra: 0.3, Waiting: 0.3, Dropped: 0.1}.get(type(model), 0.05)
-    assert sorted(rows)[len(rows) // 2] <= most
+    for n, seeds in ((1, 1), (2, 3)):
+        rows = errors_of(*step, n, seeds)
+        assert min(rows) >= 0
+        assert sorted(rows)[len(rows) // 2] <= most
 
 
 class Casting(nn.Module):

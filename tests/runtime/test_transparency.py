@@ -359,7 +359,9 @@ def test_a_checkpoint_file_goes_there_and_back(tmp_path: Any) -> None:
 # The one call, with real costs and real links.
 
 
-@pytest.mark.parametrize("name", ["towers", "gpt2", "buffers"])
+@pytest.mark.parametrize(
+    "name", ["towers", pytest.param("gpt2", marks=pytest.mark.slow), "buffers"]
+)
 def test_place_measures_solves_and_equals_the_unsplit_model(name: str) -> None:
     model, args, kwargs = ALL[name]()
     expected = train(copy.deepcopy(model), (args, kwargs))
@@ -373,7 +375,7 @@ def test_place_measures_solves_and_equals_the_unsplit_model(name: str) -> None:
 def test_the_lazy_form_specialises_on_the_first_call_and_on_other_shapes() -> None:
     model, (x,), _ = zoo.towers()
     reference = copy.deepcopy(model)
-    placed = baechi.place(model, ["cpu:0", "cpu:1"])
+    placed = baechi.place(model, ["cpu:0", "cpu:1"], costs="estimate")
     torch.testing.assert_close(placed(x), reference(x))
     wider = torch.randn(7, 16)
     torch.testing.assert_close(placed(wider), reference(wider))

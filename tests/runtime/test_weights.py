@@ -348,7 +348,11 @@ def conv() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return Small(), (ROWS,), {}
 
 
-@pytest.mark.parametrize("make", [zoo.llama, zoo.gpt2, conv], ids=["llama", "gpt2", "conv"])
+@pytest.mark.parametrize(
+    "make",
+    [zoo.llama, pytest.param(zoo.gpt2, marks=pytest.mark.slow), conv],
+    ids=["llama", "gpt2", "conv"],
+)
 def test_traces_on_meta_of_a_skeleton_and_of_the_model_are_one(make: Any) -> None:
     model, args, kwargs = make()
     whole = baechi.trace(model, args, kwargs)

@@ -93,7 +93,7 @@ def symbolic(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     return family.symbols, str(found)
 
 
-@pytest.mark.parametrize("name", some(["gpt2", "bert", "clip", "llama"], 4))
+@pytest.mark.parametrize("name", some(["llama", "bert", "clip", "gpt2"], 4))
 def test_so_are_those_of_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = symbolic(name, monkeypatch)
     monkeypatch.setattr(alias_analysis, "_keeps_forms", lambda _: False)

@@ -54,7 +54,7 @@ class Adapter(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.adapters = nn.Sequential(Adapter(), nn.BatchNorm1d(6), Adapter())
+        self.adapters = nn.Sequential(Adapter(), nn.BatchNorm1d(6))
         self.drop = nn.Dropout(1.0)
         self.temperature = 1.0
 
@@ -882,7 +882,7 @@ class LayerDrop(nn.Module):
     def __init__(self, probability: float, *, checks: bool = True) -> None:
         super().__init__()
         self.probability, self.checks = probability, checks
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -935,11 +935,9 @@ class LayerDropAtOnce(LayerDrop):
 
 
 def test_a_branch_taken_at_random_is_refused_by_name() -> None:
-    for probability in (1e-6, 0.5):
+    for kind, probability in ((LayerDropAtOnce, 1e-6), (LayerDrop, 0.5)):
         with pytest.raises(baechi.TraceError, match=r"LayerDrop does.*\(at test_guards.py:"):
-            baechi.trace(LayerDropAtOnce(probability), (torch.randn(3, 4),))
-        with pytest.raises(baechi.TraceError, match=r"LayerDrop does.*\(at test_guards.py:"):
-            baechi.trace(LayerDrop(probability), (torch.randn(3, 4),))
+            baechi.trace(kind(probability), (torch.randn(3, 4),))
     baechi.trace(LayerDrop(0.5).eval(), (torch.randn(3, 4),))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 
 import placed
@@ -92,9 +93,14 @@ KINDS = (
 )
 
 
+@cache
+def traced(forward: Forward) -> baechi.Traced:
+    return baechi.trace(Late(forward), (torch.randn(4, 16),))
+
+
 @pytest.mark.parametrize("forward", KINDS)
 def test_operators_are_those_of_the_order_that_nodes_have(forward: Forward) -> None:
-    module = baechi.trace(Late(forward), (torch.randn(4, 16),)).module
+    module = traced(forward).module
     again = Partition(module.graph_module, module.facts)
     assert tuple(map(tuple, again.nodes_of_op)) == module.nodes
 
@@ -112,11 +118,6 @@ def test_other_sizes_have_the_same_operators(forward: Forward) -> None:
     assert len(module._specializations) == 1
 
 
-def order(model: Late) -> list[str]:
-    traced = baechi.trace(model, (torch.randn(4, 16),))
-    return [node.name for node in traced.module.graph_module.graph.nodes]
-
-
 @pytest.mark.parametrize(
     ("forward", "before", "after"),
     [
@@ -132,7 +133,7 @@ def order(model: Late) -> list[str]:
 def test_nodes_move_behind_what_runs_first_unless_that_changes_results(
     forward: Forward, before: str, after: str
 ) -> None:
-    names = order(Late(forward))
+    names = [node.name for node in traced(forward).module.graph_module.graph.nodes]
     assert names.index(before) < names.index(after)
 
 

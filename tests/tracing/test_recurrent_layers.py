@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import baechi
 from baechi.tracing.node_facts import Facts
 
-_KINDS: Final = (nn.GRU, nn.RNN, nn.LSTM)
+_KINDS: Final = (nn.LSTM, nn.GRU, nn.RNN)  # torch runs the last two step by step
 _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {},
     {"batch_first": True, "bidirectional": True},
@@ -59,7 +59,7 @@ def test_one_plan_takes_all_lengths_and_batches(
     model = Reading(kind, options)
     module = placed.lazily(copy.deepcopy(model), placer=baechi.RandomPlacer(1))
     with placed.one_thread():
-        for sizes in ((3, 5), (4, 7), (3, 20)):
+        for sizes in ((2, 3), (3, 4), (2, 6)):
             x = torch.randn(*sizes, 8)
             steps = []
             for each in (model, module):
@@ -68,19 +68,18 @@ def test_one_plan_takes_all_lengths_and_batches(
             assert not steps[0].differs_from(steps[1]), sizes
     assert len(module._specializations) == 1
     family = module.traced.module.family
-    for sizes in ((4, 7), (3, 30)):
-        static = baechi.trace(copy.deepcopy(model), (torch.randn(*sizes, 8),))
-        found = family.facts(family.joined(static.module.call))
-        assert saved_bytes(found) == saved_bytes(static.module.facts), sizes
+    static = baechi.trace(copy.deepcopy(model), (torch.randn(6, 8, 8),))
+    found = family.facts(family.joined(static.module.call))
+    assert saved_bytes(found) == saved_bytes(static.module.facts)
     module.unplace()
 
 
-@pytest.mark.parametrize("kind", some(_KINDS, 2))
+@pytest.mark.parametrize("kind", some((nn.GRU, nn.RNN, nn.LSTM), 2))
 def test_a_peak_is_that_of_the_largest_call(kind: type[nn.RNNBase]) -> None:
     model = Reading(kind, {"num_layers": 2, "dropout": 0.3})
     module = placed.lazily(model, placer="single", costs="measure")
-    for length in (5, 40, 80):
-        module(torch.randn(length, 16, 8))[0].sum().backward()
+    for length in (3, 20, 40):
+        module(torch.randn(length, 32, 8))[0].sum().backward()
         (seen,), (said,) = (
             [peak for peak in peaks if peak]
             for peaks in (module.measure(1).peak_bytes, module.schedule.peak_bytes)

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from placed import EXACT, again_at_random, assert_same_values, lazily
+from seeds import covering
 from torch import Tensor, nn
 
 import baechi
@@ -184,8 +185,10 @@ def test_a_model_that_cannot_be_traced_is_as_it_was(change: Callable[..., Tensor
 
 
 @pytest.mark.filterwarnings("ignore:1 of this Sequential")  # a large part stays on one device
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"costs": "measure"}], ids=str)
-@pytest.mark.parametrize("count", [counted, counted_in_a_row])
+@pytest.mark.parametrize(
+    ("count", "options"),
+    covering([counted, counted_in_a_row], [{}, {"verify": True}, {"costs": "measure"}]),
+)
 def test_what_a_part_that_stays_whole_counts_it_counts_in_calls_alone(
     count: Callable[..., Tensor], options: Any
 ) -> None:

