@@ -3,7 +3,7 @@
 Here arguments are checked; `planning` does the steps, for one shape after another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -37,10 +37,15 @@ from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.weights import Weights
 from baechi.torch_support.torch_devices import torch_device, with_kinds
+from baechi.tracing.batch_dimension import NoLossError
 from baechi.tracing.families import Dynamic, check_dynamic
 from baechi.validation import check_choice, check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
+_PLANNED_LATER: Final = (
+    "the example returns a number made of all samples, and no loss: the first step with a loss is "
+    "what is planned for, placed.step(..., targets=..., loss=...)."
+)
 
 
 def place(
@@ -213,8 +218,21 @@ def place(
     state = PlacedState(model, places, planner, max_shapes, cutting, world)
     if example_args is not None or example_kwargs is not None:
         with state.lock:
-            state.plan(() if example_args is None else example_args, example_kwargs)
+            _plan(state, () if example_args is None else example_args, example_kwargs, say)
     return installed(state)
+
+
+def _plan(
+    state: PlacedState,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Plan for the example, but not for a part of a loss, as an autoencoder returns one."""
+    try:
+        state.plan(args, kwargs)
+    except NoLossError:
+        say(_PLANNED_LATER)
 
 
 def _loader(model: nn.Module, weights: Any, convert_weights: Any) -> Weights | None:

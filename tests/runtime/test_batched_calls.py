@@ -273,6 +273,33 @@ def test_an_example_with_its_own_loss_plans_a_step(n: int | str) -> None:
             placed(**kwargs)
 
 
+@pytest.mark.parametrize(("n", "keyed"), [(2, True), ("auto", False)])
+def test_an_example_with_a_part_of_a_loss_waits_for_the_loss(n: Any, keyed: bool) -> None:
+    """As an autoencoder's, which returns what it rebuilt and its divergence."""
+
+    class Encoder(Chain):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"rebuilt": y, "divergence": y.mean()} if keyed else (y, y.mean())
+
+    def loss(result: Any, target: Tensor) -> Tensor:
+        y, divergence = result.values() if keyed else result
+        return square(y, target) + divergence
+
+    plain, x = Encoder(8), torch.randn(6, 8)
+    placed = lazily(copy.deepcopy(plain), microbatches=n, placer="auto", example_args=(x,))
+    assert not hasattr(placed, "placement")
+    with one_thread():
+        with pytest.raises(InputError, match=r"loss.*step\(\.\.\., targets=\.\.\., loss="):
+            placed.step(x)
+        found = placed.step(x, targets=x, loss=loss)
+        number = baechi.runtime.derived_class.placed_state(placed).microbatches.n
+        for part in x.chunk(number):
+            (loss(plain(part), part) / number).backward()
+    assert placed.placement is not None
+    assert differing(left_by(placed, found), left_by(plain, found)) == []
+
+
 def masked_call(padding: list[int]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """Arguments of a Llama whose rows begin with so much padding, and those of its two halves."""
     ids = torch.arange(3, 27).view(4, 6)

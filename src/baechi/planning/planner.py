@@ -33,7 +33,7 @@ from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.torch_internals import unhooked, without_kept_weights
 from baechi.torch_support.tracer_internals import shown_on_cpu
 from baechi.traced.traced_model import Traced
-from baechi.tracing.batch_dimension import OwnLossError, batch_dimensions
+from baechi.tracing.batch_dimension import NoLossError, OwnLossError, batch_dimensions
 from baechi.tracing.calling_convention import Call, beside, own_objects
 from baechi.tracing.carried_state import refuse_carried
 from baechi.tracing.family_traces import sized
@@ -213,13 +213,14 @@ class Planner:
 
         Raises:
             OwnLossError: The call returns its own loss.
+            NoLossError: It is a step without a loss.
         """
         steps: dict[int, int] = {}
         failures: dict[int, BaechiError] = {}
         for n in reversed(cutting.choices(call)):
             try:
                 steps[n] = self._of(n)._step_ns(model, replace(cutting, n=n).split(call)[0])
-            except OwnLossError:
+            except (OwnLossError, NoLossError):
                 raise
             except BaechiError as error:
                 failures[n] = error

@@ -24,6 +24,7 @@ from baechi.runtime.step_function import sum_up
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.torch_internals import accumulation_hooks, gradient_hooks
+from baechi.tracing.batch_dimension import NoLossError
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.observers import observing
 from baechi.validation import check_is, check_positive
@@ -212,9 +213,9 @@ class ModelWithLoss(nn.Module):
         found = result.get("loss") if isinstance(result, Mapping) else first
         found = getattr(result, "loss", found)
         if not hasattr(found, "backward"):  # which fx can tell of what it traces, too
-            raise TypeError(
+            raise NoLossError(
                 f"{type(self.model).__name__} returns a {type(result).__name__} without a loss; "
-                "give it labels, or step(..., targets=..., loss=...)"
+                "give it labels, or step(..., targets=..., loss=...)."
             )
         return found
 

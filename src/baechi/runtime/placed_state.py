@@ -311,7 +311,11 @@ class PlacedState:
             return train(special, calls, rows, self.meter)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Plan for an example: a call, or a step where it returns its own loss and is to be cut."""
+        """Plan for an example: a call, or a step where it returns its own loss and is to be cut.
+
+        Raises:
+            NoLossError: It is to be cut, and returns a number made of all samples that is no loss.
+        """
         try:
             call = canonical_call(self.model, args, kwargs)
             self.special(self.root, self.cut(self.model, call)[0])

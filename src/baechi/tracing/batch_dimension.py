@@ -91,6 +91,11 @@ class OwnLossError(InputError):
 
 
 @final
+class NoLossError(InputError):
+    """What a step takes for its loss is no scalar: the model returns none, and none was given."""
+
+
+@final
 class _OtherOperatorsError(InputError):
     """A model runs other operators for twice the batch."""
 
@@ -122,6 +127,7 @@ def batch_dimensions(
 
     Raises:
         OwnLossError: A call of the model returns its own loss.
+        NoLossError: What a step takes for its loss is no scalar.
         InputError: An operator mixes samples, forward writes into an argument, an output has no
             batch dimension, or the model runs other operators for twice the batch.
     """
@@ -369,9 +375,10 @@ class _Rows:
         (dim, *_) = self._dims[leaf]
         if loss:
             if shape:
-                raise InputError(
+                raise NoLossError(
                     f"the loss of a step has the shape {list(shape)}; it must be a scalar, such as "
-                    "the mean or the sum over the micro-batch."
+                    "the mean or the sum over the micro-batch. Of a model that returns none, give "
+                    "step(..., targets=..., loss=...)."
                 )
             return None
         if leaf in self._tainted:
