@@ -300,6 +300,26 @@ def test_an_example_with_a_part_of_a_loss_waits_for_the_loss(n: Any, keyed: bool
     assert differing(left_by(placed, found), left_by(plain, found)) == []
 
 
+def test_what_a_model_asks_of_its_own_values_does_not_keep_it_whole_in_a_step() -> None:
+    """As where it is called: the model is the outermost, though the loss is around it."""
+
+    class Sampler(Chain):
+        def forward(self, x: Tensor) -> Any:
+            mean = super().forward(x)
+            if (x.sub(mean).square() < 0).any():  # as torch.distributions check what they are given
+                raise ValueError
+            return mean
+
+    plain, x = Sampler(8), torch.randn(6, 8)
+    placed = lazily(copy.deepcopy(plain), microbatches=2)
+    with one_thread():
+        found = placed.step(x, targets=x, loss=square)
+        for part in x.chunk(2):
+            (square(plain(part), part) / 2).backward()
+    assert len(set(placed.placement.devices)) == 2
+    assert differing(left_by(placed, found), left_by(plain, found)) == []
+
+
 def masked_call(padding: list[int]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """Arguments of a Llama whose rows begin with so much padding, and those of its two halves."""
     ids = torch.arange(3, 27).view(4, 6)

@@ -67,7 +67,7 @@ class Capture:
     returned: Structure
     questions: Questions = field(default_factory=Questions)
     sets: Sequence[str] = ()
-    lasts: bool = True  # whether truth values that calls must repeat say that numbers are finite
+    lasts: bool = True  # whether calls will repeat the truth values that they must repeat
 
 
 def _non_strict(
@@ -171,7 +171,7 @@ def _truth_values(
 ) -> Capture:
     """Trace with the truth values of a real run of the example; those of counters if so wished.
 
-    On meta, where nothing runs, with those that say that numbers are finite.
+    On meta, where nothing runs, with those that say that all is as it must be.
     """
     if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
         return _non_strict(mode, branches, model, call, TruthValues(assumed=True), **options)

@@ -2,7 +2,8 @@
 
 Where forward branches on truth values, as in `if torch.isnan(x).any(): ...`, the model runs once on
 real tensors, and its truth values are replayed in the trace, each with an operator that checks it.
-Without weights it cannot run; then numbers are taken to be finite, and no other value is known.
+Without weights it cannot run; then numbers are taken to be finite, and forward's own checks to
+pass. No other value is known.
 """
 
 import linecache
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from baechi.torch_support.tracer_internals import FunctionMode
 from baechi.tracing.drawn_fractions import DrawnFractions
 from baechi.tracing.model_code import OURS, package_of
+from baechi.tracing.raising_branches import answer_that_goes_on
 
 CHECK: Final = "aten._assert_async."  # prefix of the operators that check
 # What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
@@ -55,7 +57,10 @@ Asker = tuple[int, str, int]
 
 @final
 class TruthValue(NamedTuple):
-    """What the truth value is of a tensor of this shape; and if it says that numbers are finite."""
+    """What the truth value is of a tensor of this shape; and whether calls will repeat it.
+
+    Those do that say that numbers are finite, and those with which forward raises no error.
+    """
 
     shape: torch.Size
     answer: bool
@@ -69,10 +74,11 @@ class TruthValues(FunctionMode):
     Args:
         recorded: Of a real run, by who asks, in order; None in that run itself.
         state: The parameters and buffers of a real run.
-        assumed: Whether it is of a trace without such a run, where all numbers are finite.
+        assumed: Whether it is of a trace without such a run, where all numbers are finite, and
+            forward raises no error.
 
     Attributes:
-        are_checks: Whether all that were replayed say that numbers are finite.
+        are_checks: Whether calls will repeat all that were replayed.
 
     A branch that is taken at random, as with LayerDrop (arXiv 1909.11556), is refused: the next
     call may take another.
@@ -124,19 +130,22 @@ class TruthValues(FunctionMode):
             if self._rest is None and not self._assumed:
                 self._follow(func, args, kwargs, result)
             return result
-        if args[0] in self._at_random:
+        passing = answer_that_goes_on()
+        if args[0] in self._at_random and passing is None:
             raise RuntimeError(
                 "forward takes a branch at random, as LayerDrop does, and a split model would "
                 "always take the same; set that probability to 0 (such as layerdrop=0)"
             )
         if self._rest is not None:
-            return self._replay(args[0], self._rest)
+            return self._replay(args[0], self._rest, passing)
         if self._assumed:
-            known = args[0] in self._checks
-            return _checked(args[0], self._checks[args[0]]) if known else func(*args, **kwargs)
-        self._asked |= {id(row[0]): row for row in self._follows.get(args[0], ())}
+            answer = self._checks.get(args[0], passing)
+            return func(*args, **kwargs) if answer is None else _checked(args[0], answer, passing)
         answer = bool(func(args[0]))
-        found = TruthValue(args[0].shape, answer, args[0] in self._checks)
+        is_check = args[0] in self._checks or answer is passing
+        if not is_check:
+            self._asked |= {id(row[0]): row for row in self._follows.get(args[0], ())}
+        found = TruthValue(args[0].shape, answer, is_check)
         self.recorded[_asker()].append(found)
         return answer
 
@@ -157,19 +166,22 @@ class TruthValues(FunctionMode):
             elif row in self._follows:  # something else is written there
                 del self._follows[row]
 
-    def _replay(self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]]) -> bool:
+    def _replay(
+        self, tensor: torch.Tensor, rest: Mapping[Asker, Iterator[TruthValue]], passing: bool | None
+    ) -> bool:
         """The asker's next truth value, with its check in the trace."""
         row = next(rest.get(_asker(), iter(())), None)
         if row is None or row.shape != tensor.shape:
             raise RuntimeError("forward asks for other values when it is traced than when it runs")
         self.are_checks &= row.is_check
-        return _checked(tensor, row.answer)
+        return _checked(tensor, row.answer, passing)
 
 
-def _checked(tensor: torch.Tensor, answer: bool) -> bool:
+def _checked(tensor: torch.Tensor, answer: bool, passing: bool | None) -> bool:
     """The truth value of a tensor in a trace, with its check there."""
     truth = tensor.detach().reshape(()) != 0
-    torch._assert_async(truth if answer else ~truth, _words(answer))
+    words = _words(answer, raises=answer is passing)
+    torch._assert_async(truth if answer else ~truth, words)
     return answer
 
 
@@ -199,11 +211,13 @@ def truth_values_of(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(f"{row} in the trace; a call that reads another value is refused." for row in read)
 
 
-def _words(answer: bool) -> str:
+def _words(answer: bool, *, raises: bool) -> str:
     before = f"forward read {answer} at "
-    after = (
-        f" when the model was traced, and would now read {not answer}. Put code that looks at "
-        "values in a submodule, which stays whole; or place the model anew with such an example."
+    after = f" when the model was traced, and would now read {not answer}" + (
+        ", of which it makes an error."
+        if raises
+        else ". Put code that looks at values in a submodule, which stays whole; or place the "
+        "model anew with such an example."
     )
     room = _MOST_BYTES - len((before + after).encode())
     line = model_line().encode()
