@@ -62,16 +62,22 @@ def _cached_functions(values: list[Any]) -> list[Any]:
     """
     found, values = dict[int, Any](), values.copy()
     for name, file in list(sys.modules.items()):
-        if name.partition(".")[0] in _NO_MODELS or not issubclass(type(file), ModuleType):
+        if _is_of_no_model(name) or not issubclass(type(file), ModuleType):
             continue
         names = vars(file)
-        if not str(names.get("__file__")).startswith(_INSTALLED):
+        if name not in _LOOKED and not str(names.get("__file__")).startswith(_INSTALLED):
             values += list(names.values())
             continue
         if name not in _LOOKED or _LOOKED[name][0] != len(names):
             _LOOKED[name] = len(names), _caches_in(list(names.values()))
-        found |= _LOOKED[name][1]
+        if caches := _LOOKED[name][1]:
+            found |= caches
     return list((found | _caches_in(values)).values())
+
+
+@functools.cache
+def _is_of_no_model(name: str) -> bool:
+    return name.partition(".")[0] in _NO_MODELS
 
 
 def _caches_in(values: list[Any]) -> dict[int, Any]:
