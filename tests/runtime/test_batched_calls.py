@@ -143,52 +143,58 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_any_placement_in_any_order_of_turns(kind: Callable[[], nn.Module], n: int) -> None:
     """A call and a backward, a step, and a second step on top of its gradients."""
-    check_any_placement(kind, n, range(2))
+    with one_thread():
+        for seed in range(2):
+            check_calls(kind, n, seed)
+            check_steps(kind, n, seed)
+
+
+def check_calls(kind: Callable[[], nn.Module], n: int, seed: int, *options: CompileOptions) -> None:
+    """Calls of a random placement are the loop's."""
+    (model, _), plain = traced(kind, n, False), kind()
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    special = executable(kind, n, False, seed, *options)
+    for again in range(2):
+        torch.manual_seed(again)
+        wanted = merged(plain, X, T, n)
+        torch.manual_seed(again)
+        y = special(parts_of(model, n, loss=False))
+        loss = criterion(y, T)
+        loss.backward()
+        assert differing(left_by(model, y, loss), wanted) == []
+    special.close()
+
+
+def check_steps(kind: Callable[[], nn.Module], n: int, seed: int, *options: CompileOptions) -> None:
+    """Steps of a random placement are the loop's."""
+    (model, _), plain = traced(kind, n, True), kind()
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    special = executable(kind, n, True, seed, *options)
+    weights = [0.5, 1.25, 0.75, 1.5][:n]
+    for again in range(2):
+        torch.manual_seed(again)
+        wanted = loop(plain, X, T, weights)
+        torch.manual_seed(again)
+        calls = parts_of(special.module.model, n, loss=True)
+        assert differing(left_by(model, train(special, calls, weights, None)), wanted) == []
+    special.close()
 
 
 @pytest.mark.usefixtures("any_order")
 @pytest.mark.xdist_group("compile")
 @pytest.mark.parametrize("kind", [partial(Tied, 0.5), Twice], ids=["random", "twice"])
-def test_any_placement_in_any_order_of_turns_compiled(kind: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("check", [check_calls, check_steps])
+def test_any_placement_in_any_order_of_turns_compiled(
+    kind: Callable[[], nn.Module], check: Callable[..., None]
+) -> None:
     """The first step of each compiles in one thread; the second one is on workers."""
     try:
-        check_any_placement(kind, 4, [1], CompileOptions("aot_eager", {}))
+        with one_thread():
+            check(kind, 4, 1, CompileOptions("aot_eager", {}))
     finally:
         torch._dynamo.reset()
-
-
-def check_any_placement(
-    kind: Callable[[], nn.Module], n: int, seeds: Sequence[int], *options: CompileOptions
-) -> None:
-    """Calls and steps of random placements are the loop's."""
-    with one_thread():
-        for seed in seeds:
-            (model, _), plain = traced(kind, n, False), kind()
-            model.load_state_dict(plain.state_dict())
-            model.zero_grad()
-            special = executable(kind, n, False, seed, *options)
-            for again in range(2):
-                torch.manual_seed(again)
-                wanted = merged(plain, X, T, n)
-                torch.manual_seed(again)
-                y = special(parts_of(model, n, loss=False))
-                loss = criterion(y, T)
-                loss.backward()
-                assert differing(left_by(model, y, loss), wanted) == []
-            special.close()
-
-            (model, _), plain = traced(kind, n, True), kind()
-            model.load_state_dict(plain.state_dict())
-            model.zero_grad()
-            special = executable(kind, n, True, seed, *options)
-            weights = [0.5, 1.25, 0.75, 1.5][:n]
-            for again in range(2):
-                torch.manual_seed(again)
-                wanted = loop(plain, X, T, weights)
-                torch.manual_seed(again)
-                calls = parts_of(special.module.model, n, loss=True)
-                assert differing(left_by(model, train(special, calls, weights, None)), wanted) == []
-            special.close()
 
 
 @pytest.mark.usefixtures("any_order")
