@@ -307,7 +307,7 @@ def test_an_example_with_a_part_of_a_loss_waits_for_the_loss(n: Any, keyed: bool
 
 
 def test_what_a_model_asks_of_its_own_values_does_not_keep_it_whole_in_a_step() -> None:
-    """As where it is called: the model is the outermost, though the loss is around it."""
+    """Where another answer makes it raise an error."""
 
     class Sampler(Chain):
         def forward(self, x: Tensor) -> Any:
