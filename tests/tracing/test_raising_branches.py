@@ -108,15 +108,18 @@ def test_parts_of_a_condition_are_told_apart() -> None:
 
 
 class Head(nn.Module):
-    """Whose distributions check what they are given, also what is drawn."""
+    """Whose distributions check what they are given, also what is drawn.
+
+    That is torch's default, until something is compiled in the same process.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.mean, self.scale, self.logits = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = Normal(self.mean(x), self.scale(x).exp()).rsample()
-        return drawn, Categorical(logits=self.logits(drawn)).entropy()
+        drawn = Normal(self.mean(x), self.scale(x).exp(), validate_args=True).rsample()
+        return drawn, Categorical(logits=self.logits(drawn), validate_args=True).entropy()
 
 
 class Policy(nn.Module):
