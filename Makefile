@@ -41,7 +41,7 @@ CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench gpu-check gpu-check-emulated gpu-wheels sanitize clean
+.PHONY: help demo test test-all covered test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench gpu-check gpu-check-emulated gpu-wheels sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -51,7 +51,15 @@ demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and tr
 	$(BIN)/baechi demo
 
 test: $(VENV)/.dev ## Run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	  -m "not gpu and not multigpu and not slow and not kubernetes and not covered"
+
+test-all: $(VENV)/.dev ## Run the tests, those too that run what others run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+covered: $(VENV)/.dev ## Choose which tests `make test` leaves to `make test-all`, by their coverage
+	@$(PIP) pytest-cov
+	OMP_NUM_THREADS=1 $(BIN)/python tests/selection/choose.py
 
 test-latest: ## Run the tests on the newest versions of all packages but torch
 	rm -rf .venv-latest

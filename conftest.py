@@ -47,6 +47,8 @@ if find_spec("hypothesis") is None:
         for path in Path(__file__).parent.glob("tests/**/test_*.py")
         if any(word in path.read_text() for word in ("from hypothesis", "from strategies"))
     ]
+# Tests, and functions of which it is all, that `make test` leaves out.
+_COVERED = Path(__file__).with_name("tests").joinpath("selection/covered.txt")
 _COSTLY = 10
 # Of a million additions in Python, on a machine for which `budget_s` is meant.
 _ADDITIONS_S = 0.09
@@ -137,7 +139,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     So each model is traced once (`--dist loadgroup`).
     """
+    covered = frozenset(_COVERED.read_text().splitlines())
     for item in items:
+        if not covered.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.covered)
         if item.nodeid.startswith(("tests/ecosystem/", "docs/recipes/")):
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # other libraries' own
             item.add_marker(pytest.mark.xdist_group("ecosystem"))  # which one process imports

@@ -27,6 +27,8 @@ import typer
 ROOT = Path(__file__).parents[2]
 # A mutant may make tests wait for ever: that is noticed, too.
 PATIENCE_S = {"its tests": 1200, "all tests": 3600}
+# Those of `make test`.
+CASES = "not gpu and not multigpu and not slow and not kubernetes and not covered"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Copy:
         """Whether the tests pass; else those that failed, or what else happened."""
         shutil.rmtree(self._cache, ignore_errors=True)
         command = [sys.executable, "-m", "pytest", "-q", "--ignore", "tests/mutants", *arguments]
+        command += ["-m", CASES]
         command += ["-o", f"cache_dir={self._cache}", "--hypothesis-profile", "mutants"]
         command += ["-o", "budget_s=0"]  # a mutant that is only slower is not noticed
         with self.log.open("w") as log:
