@@ -31,6 +31,7 @@ def _opcodes(layers: int) -> int:
         count += event == "opcode"
         return seen
 
+    before = sys.gettrace()  # that of a run with coverage
     sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one when tracing begins
     for traces in (None, None, seen):  # what is found once is known then
         placed.zero_grad()
@@ -38,7 +39,7 @@ def _opcodes(layers: int) -> int:
         try:
             placed(x).sum().backward()
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
     placed.unplace()
     return count
 

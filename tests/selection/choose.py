@@ -50,6 +50,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Note where a test starts processes or draws its cases; pytest-xdist sends properties."""
     begun = _of_children()
     yield
+    assert sys.gettrace() is not None, "after this test nothing is measured any more"
     if _of_children() > begun or getattr(item.function, "is_hypothesis_test", False):  # type: ignore[attr-defined]
         item.user_properties.append(("stays", True))
 
