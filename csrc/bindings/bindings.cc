@@ -230,6 +230,14 @@ bool same_elements(PyObject* list, PyObject* row) {
          std::equal(first, first + PyTuple_GET_SIZE(row), PySequence_Fast_ITEMS(list));
 }
 
+bool same_classes(PyObject* objects, PyObject* row) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); ++i) {
+    PyTypeObject* kind = Py_TYPE(PyTuple_GET_ITEM(objects, i));
+    if (reinterpret_cast<PyObject*>(kind) != PyTuple_GET_ITEM(row, i)) return false;
+  }
+  return true;
+}
+
 bool same_attributes(PyObject* object, PyObject* row) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(row); i += 2) {
     PyObject* value = PyObject_GetAttr(object, PyTuple_GET_ITEM(row, i));
@@ -240,14 +248,15 @@ bool same_attributes(PyObject* object, PyObject* row) {
   return true;
 }
 
-// Each row is what a holder held: keys and values of a dict, elements of a list, names and values
-// of another object's attributes, or an equal frozenset of a set.
+// Each row is what a holder held: keys and values of a dict, elements of a list, an equal frozenset
+// of a set, the classes of what is in a tuple, or names and values of another object's attributes.
 bool same_contents(const nb::list& holders, const nb::list& rows) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(holders.ptr()); ++i) {
     PyObject* holder = PyList_GET_ITEM(holders.ptr(), i);
     PyObject* row = PyList_GET_ITEM(rows.ptr(), i);
     const bool same = PyDict_Check(holder)     ? same_items(holder, row)
                       : PyList_Check(holder)   ? same_elements(holder, row)
+                      : PyTuple_Check(holder)  ? same_classes(holder, row)
                       : PyAnySet_Check(holder) ? nb::handle(holder).equal(nb::handle(row))
                                                : same_attributes(holder, row);
     if (!same) return false;

@@ -518,6 +518,60 @@ def test_what_hides_or_replaces_what_was_there_is_what_runs(
     assert len(module._specializations) == 2
 
 
+class Doubled(nn.Linear):
+    """Twice a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Last(nn.Linear):
+    """A layer whose class has no forward of its own."""
+
+
+class Replaced(nn.Module):
+    """The code of which is replaced, as when a notebook loads a changed file again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), Last(6, 6)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def negative(self, x: Tensor) -> Tensor:
+        return -x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+CODE: list[tuple[Any, str, Any]] = [
+    (None, "__class__", Doubled),  # of the last layer
+    (Last, "forward", lambda self, x: nn.functional.linear(x, self.weight) * 3),
+    (Replaced, "between", Replaced.negative),
+    (Replaced.between, "__code__", Replaced.negative.__code__),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "code"), CODE)
+def test_code_that_is_replaced_is_what_runs(
+    owner: Any, name: str, code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsplit, model = Replaced(), Replaced()
+    model.load_state_dict(unsplit.state_dict())
+    module = placed.lazily(model, placer="single")
+    assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+    with monkeypatch.context() as patch:
+        for holder in [owner] if owner else [unsplit.last, model.last]:
+            patch.setattr(holder, name, code, raising=False)
+        for _ in range(2):
+            assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+        assert len(module._specializations) == 2
+    assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+    assert len(module._specializations) == 2  # that of before runs again
+
+
 def test_apply_refuses_what_hides_an_attribute_of_the_class() -> None:
     model = Classy()
     module = placed.at_random(model, (X,), devices=2)

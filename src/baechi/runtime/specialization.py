@@ -218,10 +218,10 @@ def _mode(module: nn.Module) -> str:
 
 
 def held_by(model: nn.Module, attributes: Attributes) -> HeldObjects:
-    """What a model holds now: modules, modes, hooks, and what its attributes look at."""
+    """What a model holds now: modules, classes, modes, hooks, and what its attributes look at."""
     modules = list(model.modules())
     dicts, unhooked = _submodules_and_hooks(modules)
-    return attributes.held((*map(vars, modules), *dicts), unhooked)
+    return attributes.held((*map(vars, modules), *dicts, tuple(modules[1:])), unhooked)
 
 
 _STATE: Final = ("training", "_modules", *HOOKS)
@@ -236,7 +236,7 @@ def _submodules_and_hooks(modules: Iterable[nn.Module]) -> tuple[list[dict[Any, 
 
 @final
 class ModuleKind:
-    """The submodules, modes and hooks of a module, as a number that is equal for equal ones.
+    """The submodules, classes, modes and hooks of a module, as a number equal for equal ones.
 
     What it was for before is compared by identity.
     """
@@ -254,12 +254,13 @@ class ModuleKind:
         modules = tuple(self._module.modules())
         hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
         modes = tuple(module.training for module in modules)
+        parts = modules[1:]  # a placed model is of a class of its own
         rows = ((i, tuple(starmap(identity_of, row.items()))) for i, row in enumerate(hooks) if row)
-        kind = (modules, modes, tuple(rows))
+        kind = (modules, modes, tuple(map(type, parts)), tuple(rows))
         self._number = self._numbers.setdefault(kind, len(self._numbers))
         state = ((module, _STATE) for module in modules)
         dicts, unhooked = _submodules_and_hooks(modules)
-        self._held = HeldObjects(dicts, state, unhooked)
+        self._held = HeldObjects((*dicts, parts), state, unhooked)
         return self._number
 
 

@@ -25,6 +25,7 @@ from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -38,7 +39,14 @@ from torch import nn
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
-from baechi.tracing.model_code import OURS, codes_of, functions_of, globals_read, is_torchs
+from baechi.tracing.model_code import (
+    OURS,
+    codes_of,
+    functions_of,
+    globals_read,
+    is_torchs,
+    python_function,
+)
 
 _KINDS: Final = ("cpu", "cuda")
 
@@ -131,13 +139,13 @@ class GradientMode:
 
 @final
 class HeldObjects:
-    """The elements of dicts, lists and sets, and attributes of other objects, as they are now.
+    """Elements of dicts, lists and sets, classes and attributes of other objects, as they are now.
 
     An equal element that is not the very same object counts as another one, except in sets. What an
     element holds itself does not count, unless it is among the holders, too.
 
     Args:
-        holders: Dicts, lists and sets.
+        holders: Dicts, lists and sets; and tuples of objects, whose classes count.
         attributes: Other objects, each with names of attributes that it has.
         unhooked: What changes only when torch is given a hook, so that it is looked at only then.
     """
@@ -177,7 +185,9 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
 def _row(holder: Any) -> Any:
     if isinstance(holder, dict):
         return tuple(x for row in holder.items() for x in row)
-    return tuple(holder) if isinstance(holder, list) else frozenset(holder)
+    if isinstance(holder, list):
+        return tuple(holder)
+    return tuple(map(type, holder)) if isinstance(holder, tuple) else frozenset(holder)
 
 
 _ITSELF: Final = (MethodType, partial, torch.Tensor, np.ndarray, np.generic)  # are not copied
@@ -186,6 +196,7 @@ _PLAIN: Final = (
     *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
+_HAVE: Final = (ModuleType, type, FunctionType)  # the attributes that are looked at themselves
 _NO_RECORDS: Final = (*_PLAIN, nn.Module, ModuleType, type, list, tuple, set, frozenset, dict)
 # Modes, hooks, parameters: checked elsewhere; and what `generate` of transformers alone reads.
 OF_TORCH: Final = frozenset((*vars(nn.Module()), CALL, "generation_config"))
@@ -196,8 +207,8 @@ class _Row:
     """Plain attributes of one module or record, and the values that they have now."""
 
     def __init__(self, path: str, owner: Any, names: Iterable[str]) -> None:
-        # The owner is the module's own dict; or the module, for attributes of its class; or a
-        # module of Python, for its global variables.
+        # The owner is the module's own dict; or the module, for attributes of its class; a module
+        # of Python, for its global variables; a class, for its methods; a function, for its code.
         self.path, self.owner, self.names = path, owner, tuple(names)
         self._read = _reader(owner, self.names)
         values = self._read(owner)
@@ -257,6 +268,8 @@ class Attributes:
     record counts by its identity besides. Other objects are not looked into.
     Attributes that come later count if they hide one of the class, as `layer.forward = f` does.
     Global variables that the model's code reads count as attributes of their module, functions not.
+    Of functions that it may call the code counts, and of classes the methods: both are others where
+    a notebook loads a file again, or somebody replaces them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -274,6 +287,7 @@ class Attributes:
             names = [name for name, v in variables.items() if _is_plain(v) or _is_record(v)]
             self._rows += [_Row(path, owner, names)] if names else []
             self._look_into(path, owner, variables, seen)
+        self._rows += [_Row(*row) for row in _code(model)]
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
     def _look_into(self, path: str, owner: Any, values: dict[Any, Any], seen: set[int]) -> None:
@@ -406,7 +420,7 @@ class Attributes:
                 for row in self._rows
                 if not isinstance(row.owner, dict)
                 # What an object does not have itself is its class's.
-                for own in [isinstance(row.owner, ModuleType) or not hasattr(row.owner, "__dict__")]
+                for own in [isinstance(row.owner, _HAVE) or not hasattr(row.owner, "__dict__")]
                 for holder in [row.owner if own else type(row.owner)]
             }.values(),
             unhooked,
@@ -422,6 +436,8 @@ class Attributes:
                 title = f"{row.path}.{name}".lstrip(".")
                 if isinstance(was, torch.Tensor):
                     return f"{title} was another tensor"
+                if isinstance(was, FunctionType | CodeType):
+                    return f"{title.removesuffix('.__code__')} was another function"
                 return f"{title} was {was!r} and is {read(name, 'gone')!r}"
         for path, owner, name, was in self._records:
             if owner.get(name) is not was:
@@ -460,6 +476,22 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
                 if name in values:
                     found.setdefault(home, {})[name] = values[name]
     return [*((home.__name__, home, row) for home, row in found.items()), *cells]
+
+
+def _code(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The functions that forwards may call, each with its code, and the classes with these."""
+    functions = {function for function, _ in functions_of(model)}
+    for function in sorted(functions, key=attrgetter("__module__", "__qualname__")):
+        yield function.__qualname__, function, ("__code__",)
+    for kind in dict.fromkeys(map(type, model.modules())):
+        held = {name: value for each in kind.__mro__[::-1] for name, value in vars(each).items()}
+        names = [
+            name
+            for name, value in held.items()
+            if isinstance(value, FunctionType | property)
+            and (name == "forward" or python_function(value) in functions)
+        ]
+        yield kind.__qualname__, kind, tuple(names)
 
 
 def _is_record(value: Any, depth: int = 3) -> bool:

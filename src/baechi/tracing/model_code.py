@@ -72,7 +72,7 @@ def functions_of(
             left += _held_by(name)
     seen: set[FunctionType] = set()
     while left:
-        function = _function(left.pop())
+        function = python_function(left.pop())
         home = None if function is None else sys.modules.get(str(function.__module__))
         if function is None or home is None or vars(home) is not function.__globals__:
             continue
@@ -95,7 +95,7 @@ def _held_by(name: str) -> list[Any]:
     return [*values, *(value for kind in kinds for value in vars(kind).values())]
 
 
-def _function(value: Any) -> FunctionType | None:
+def python_function(value: Any) -> FunctionType | None:
     """The function behind a method, a property or decorators; None if it is none of Python's."""
     value = value.fget if isinstance(value, property) else value
     value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
