@@ -26,10 +26,14 @@ def on_the_runtime(model: nn.Module) -> baechi.PlacedModule:
     return baechi.place(model, ["cpu"], example_args=(X,), **options)
 
 
+def at_random_on_two(model: nn.Module, **options: Any) -> baechi.PlacedModule:
+    options |= {"costs": "estimate", "progress": False, "threads_per_device": 1, "guard": False}
+    return baechi.place(model, DEVICES, placer=baechi.RandomPlacer(1), **options)
+
+
 def placed() -> baechi.PlacedModule:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    options = {"costs": "estimate", "progress": False, "threads_per_device": 1, "guard": False}
-    return baechi.place(model, DEVICES, placer=baechi.RandomPlacer(1), example_args=(X,), **options)
+    return at_random_on_two(model, example_args=(X,))
 
 
 def assign(model: baechi.PlacedModule) -> None:
@@ -67,6 +71,37 @@ def test_what_replaces_placed_state_is_placed_anew(change: Callable[[nn.Module],
     assert all(map(torch.equal, *results))
     gc.collect()
     assert (gone() is None) == (change in (assign, replace_parameter))
+
+
+class Table(nn.Module):
+    """Tokens, the table of which may be resized as by `resize_token_embeddings` of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 4
+        self.tokens, self.head = nn.Embedding(4, 3), nn.Linear(3, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(tokens).tanh()).view(-1, self.size)
+
+    def resize(self, size: int) -> None:
+        self.size = size
+        for parameter in (self.tokens.weight, self.head.weight, self.head.bias):
+            parameter.data = torch.ones(size, *parameter.shape[1:])
+
+
+def test_a_parameter_that_is_resized_as_it_is_trains_on() -> None:
+    """Autograd's node of a parameter, which outlives steps, has its shape."""
+    tokens, results = torch.arange(3).repeat(4), []
+    table = Table()
+    for model in (table, at_random_on_two(copy.deepcopy(table))):
+        model(tokens).sum().backward()
+        model.resize(6)
+        model.zero_grad()
+        y = model(tokens)
+        y.pow(2).sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("change", [assign, replace_parameter, replace_buffer])

@@ -388,6 +388,10 @@ class Executable:
         tokens = StepFunction.apply(plan, plan.token, *inputs)  # type: ignore[no-untyped-call]
         return self._returned.of(calls, plan.merge(tokens))
 
+    def forget_node(self) -> None:
+        """Let go of the parameters' node, in which autograd has noted their shapes."""
+        self._leaves = None
+
     def ran(self) -> Sequence[Sequence[tuple[str, int, int]]]:
         """What each rank did in its latest step, if there are ranks; each calls this."""
         return self._executor.ran() if isinstance(self._executor, RankExecutor) else ()

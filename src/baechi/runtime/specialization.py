@@ -123,6 +123,8 @@ class Specializations:
         """Take one more, instead of one for the same but for what needs a gradient."""
         key = self._key(call)
         self._latest.clear()
+        for each in self._used:  # a parameter may be of another size now, as a resized embedding
+            each.forget_node()
         told = special.traced.module.gradients
         rows = self._rows.get(key, [])
         others = [
