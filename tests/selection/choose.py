@@ -51,7 +51,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     begun = _of_children()
     yield
     assert sys.gettrace() is not None, "after this test nothing is measured any more"
-    if _of_children() > begun or getattr(item.function, "is_hypothesis_test", False):  # type: ignore[attr-defined]
+    drawn = getattr(getattr(item, "function", None), "is_hypothesis_test", False)
+    if _of_children() > begun or drawn:
         item.user_properties.append(("stays", True))
 
 
