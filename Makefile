@@ -61,10 +61,10 @@ covered: $(VENV)/.dev ## Choose which tests `make test` leaves to `make test-all
 	@$(PIP) pytest-cov
 	OMP_NUM_THREADS=1 $(BIN)/python tests/selection/choose.py
 
-test-latest: ## Run the tests on the newest versions of all packages but torch
+test-latest: ## Run test-all on the newest versions of all packages but torch
 	rm -rf .venv-latest
 	$(MAKE) VENV=.venv-latest LOCKS=.venv-latest/locks lock
-	$(MAKE) VENV=.venv-latest LOCKS=.venv-latest/locks test
+	$(MAKE) VENV=.venv-latest LOCKS=.venv-latest/locks test-all
 
 lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
 	@$(PIP) uv

@@ -74,7 +74,7 @@ class Specializations:
         return len(self._used)
 
     def _key(self, call: Call) -> _Key:
-        """Equal for calls that can run one plan: the call's own, submodules, modes and hooks."""
+        """Equal for calls that can run one plan: the call's own, and the number of the module."""
         return call.key, self._module_kind.now()
 
     def find(self, call: Call) -> Executable | None:

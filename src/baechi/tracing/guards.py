@@ -287,7 +287,8 @@ class Attributes:
             names = [name for name, v in variables.items() if _is_plain(v) or _is_record(v)]
             self._rows += [_Row(path, owner, names)] if names else []
             self._look_into(path, owner, variables, seen)
-        self._rows += [_Row(*row) for row in _code(model)]
+        self._code = [_Row(*row) for row in _code(model)]
+        self._has_code = _held(self._code)
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
     def _look_into(self, path: str, owner: Any, values: dict[Any, Any], seen: set[int]) -> None:
@@ -334,6 +335,8 @@ class Attributes:
 
         found = object.__new__(Attributes)
         found._rows, found._lengths = [], []
+        found._code = [row for row in self._code if row.holds()]
+        found._has_code = _held(found._code)
         for row in (row for row in self._rows if id(row.owner) not in whole):
             changed = {} if row.holds() else row.changed()
             kept = [name for name in row.names if name not in changed and read(row.owner, name)]
@@ -403,7 +406,7 @@ class Attributes:
         for _, owner, name, was in self._records:
             if owner.get(name) is not was:
                 return False
-        return all(row.holds() for row in self._rows)
+        return self._has_code.are_same() and all(row.holds() for row in self._rows)
 
     def held(self, others: Iterable[Any], unhooked: HeldObjects) -> HeldObjects:
         """What everything that these look at holds now, and other holders; unchanged, they hold."""
@@ -417,7 +420,7 @@ class Attributes:
             ),
             {
                 (id(holder), row.names): (holder, row.names)
-                for row in self._rows
+                for row in (*self._rows, *self._code)
                 if not isinstance(row.owner, dict)
                 # What an object does not have itself is its class's.
                 for own in [isinstance(row.owner, _HAVE) or not hasattr(row.owner, "__dict__")]
@@ -428,7 +431,7 @@ class Attributes:
 
     def changed(self) -> str:
         """One that is not as it was, for people; empty if there is none."""
-        for row in self._rows:
+        for row in (*self._rows, *self._code):
             if not row.holds():
                 name, was = min(row.changed().items(), key=itemgetter(0))
                 owner = row.owner
@@ -448,6 +451,10 @@ class Attributes:
                 was = "its class's" if hasattr(type(names.module), name) else "not there"
                 return f"{title} was {was} and is {names.own[name]!r}"
         return ""
+
+
+def _held(rows: Iterable[_Row]) -> HeldObjects:
+    return HeldObjects((), ((row.owner, row.names) for row in rows))
 
 
 def _own(module: nn.Module) -> list[str]:
