@@ -20,6 +20,7 @@ from baechi.errors import ExecutionError, InputError
 from baechi.processes.world import Ranks
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.rank_state import gathered, loadable, own_rows
+from baechi.runtime.specialization import OWN_CLASS, own_class
 from baechi.runtime.weights import move
 from baechi.torch_support.torch_internals import state_of
 from baechi.tracing.guards import autocast_of
@@ -42,7 +43,7 @@ def derive(model: nn.Module, added: type[nn.Module], state: PlacedState) -> None
     ours = [name for name in vars(added) if not name.startswith("_")]
     names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     uncompiled = torch.compiler.disable(Placed._call)  # type: ignore[no-untyped-call]
-    names |= {"__doc__": own.__doc__, "_uncompiled": uncompiled}
+    names |= {"__doc__": own.__doc__, "_uncompiled": uncompiled, OWN_CLASS: own}
     if issubclass(own, fx.GraphModule):
         names["recompile"] = _recompile
     names |= {name: _Elsewhere() for name in ours if any(name in holder for holder in holders)}
@@ -60,18 +61,13 @@ def derive(model: nn.Module, added: type[nn.Module], state: PlacedState) -> None
 def restore(model: nn.Module) -> None:
     """Make a placed model an instance of its own class again."""
     del vars(model)[KEY]
-    object.__setattr__(model, "__class__", _own_class(model))
-
-
-def _own_class(model: nn.Module) -> type[nn.Module]:
-    kind: type[nn.Module] = type(model).__bases__[1]
-    return kind
+    object.__setattr__(model, "__class__", own_class(model))
 
 
 def _recompile(model: fx.GraphModule) -> Any:
     """As `recompile`, which writes the new forward and a call of it into the object's class."""
     kind = type(model)
-    object.__setattr__(model, "__class__", _own_class(model))
+    object.__setattr__(model, "__class__", own_class(model))
     try:
         return model.recompile()
     finally:
@@ -193,7 +189,7 @@ class Placed:
 
     def _twin(self) -> nn.Module:
         """An instance of the model's own class that shares all with it."""
-        own = _own_class(self)  # type: ignore[arg-type]
+        own = own_class(self)  # type: ignore[arg-type]
         twin = object.__new__(own)
         twin.__dict__.update((k, v) for k, v in self.__dict__.items() if k != KEY)
         slots = [name for kind in own.__mro__ for name in vars(kind).get("__slots__", ())]

@@ -223,7 +223,16 @@ def held_by(model: nn.Module, attributes: Attributes) -> HeldObjects:
     """What a model holds now: modules, classes, modes, hooks, and what its attributes look at."""
     modules = list(model.modules())
     dicts, unhooked = _submodules_and_hooks(modules)
-    return attributes.held((*map(vars, modules), *dicts, tuple(modules[1:])), unhooked)
+    return attributes.held((*map(vars, modules), *dicts, tuple(modules)), unhooked)
+
+
+OWN_CLASS: Final = "_baechi_own_class"
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without what placing derives from it."""
+    kind: type[nn.Module] = getattr(type(module), OWN_CLASS, type(module))
+    return kind
 
 
 _STATE: Final = ("training", "_modules", *HOOKS)
@@ -256,13 +265,13 @@ class ModuleKind:
         modules = tuple(self._module.modules())
         hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
         modes = tuple(module.training for module in modules)
-        parts = modules[1:]  # a placed model is of a class of its own
+        kinds = tuple(map(own_class, modules))
         rows = ((i, tuple(starmap(identity_of, row.items()))) for i, row in enumerate(hooks) if row)
-        kind = (modules, modes, tuple(map(type, parts)), tuple(rows))
+        kind = (modules, kinds, modes, tuple(rows))
         self._number = self._numbers.setdefault(kind, len(self._numbers))
         state = ((module, _STATE) for module in modules)
         dicts, unhooked = _submodules_and_hooks(modules)
-        self._held = HeldObjects((*dicts, parts), state, unhooked)
+        self._held = HeldObjects((*dicts, modules), state, unhooked)
         return self._number
 
 

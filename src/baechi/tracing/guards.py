@@ -35,7 +35,7 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from baechi._core import same_contents
 from baechi.torch_support.torch_internals import CALL, hooks_given
@@ -490,7 +490,8 @@ def _code(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     functions = {function for function, _ in functions_of(model)}
     for function in sorted(functions, key=attrgetter("__module__", "__qualname__")):
         yield function.__qualname__, function, ("__code__",)
-    for kind in dict.fromkeys(map(type, model.modules())):
+    kinds = dict.fromkeys(map(type, model.modules()))
+    for kind in (kind for kind in kinds if not issubclass(kind, fx.GraphModule)):  # see `_code`
         held = {name: value for each in kind.__mro__[::-1] for name, value in vars(each).items()}
         names = [
             name
