@@ -3,7 +3,7 @@
     Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
     GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
                    code sees the caller's mode, and where it reads it, the trace is of that mode
-    Attributes     plain attributes of modules and of their configurations, and global variables:
+    Attributes     plain attributes of modules and of their configurations, global variables, code:
                    after `dropout.p = 0.1`, `config.output_hidden_states = True` or `SCALE = 0.5`
                    the model is another program
     HeldObjects    what all these look at, by identity: some nanoseconds for each element
