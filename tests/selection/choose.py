@@ -24,7 +24,7 @@ import typer
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-# Of which a thousand take as long as what is left out.
+# Shorter tests all stay: they find much in little time.
 SHORT_S = 0.25
 # Other libraries decide what runs; cases are drawn by seeds.
 STAYING = ("tests/ecosystem/", "tests/runtime/test_random_")
@@ -93,10 +93,15 @@ def branches_of(data: Path) -> dict[str, set[Branch]]:
     return result
 
 
+def noticing() -> list[str]:
+    """The tests that notice a mutant, by the table of `tests/README.md`."""
+    found = re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "tests/README.md").read_text())
+    return [f"tests/{name}" for name in found]
+
+
 def covered(branches: dict[str, set[Branch]], times: Times) -> list[str]:
     """The tests without which all branches are taken."""
-    noticing = re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "tests/README.md").read_text())
-    staying = (*STAYING, *(f"tests/{name}" for name in noticing))
+    staying = (*STAYING, *noticing())
     seconds = {name: max(times.seconds[name], 0.05) for name in branches}
     left = {
         name: set(taken)

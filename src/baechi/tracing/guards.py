@@ -15,7 +15,7 @@ asks of it.
 import argparse
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -283,11 +283,12 @@ class Attributes:
                     self._rows.append(_Row(path, owner, names))
             own = {name: v for name, v in vars(module).items() if name not in OF_TORCH}
             self._look_into(path, vars(module), own, seen)
-        for path, owner, variables in _globals(model):
+        functions = dict(functions_of(model))
+        for path, owner, variables in _globals(functions):
             names = [name for name, v in variables.items() if _is_plain(v) or _is_record(v)]
             self._rows += [_Row(path, owner, names)] if names else []
             self._look_into(path, owner, variables, seen)
-        self._code = [_Row(*row) for row in _code(model)]
+        self._code = [_Row(*row) for row in _code(model, functions)]
         self._has_code = _held(self._code)
         self._lengths: list[int] = []  # of what the modules have, at which nothing was hidden
 
@@ -462,14 +463,16 @@ def _own(module: nn.Module) -> list[str]:
     return [name for name, v in held.items() if _is_plain(v, (*_PLAIN, nn.Module))]
 
 
-def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+def _globals(
+    functions: Mapping[FunctionType, ModuleType],
+) -> list[tuple[str, Any, dict[str, Any]]]:
     """The variables outside that forwards read, and what of their own packages they may call.
 
     Global ones by module of Python, those of an enclosing function each by its cell.
     """
     found: dict[ModuleType, dict[str, Any]] = {}
     cells: list[tuple[str, Any, dict[str, Any]]] = []
-    for function, home in functions_of(model):
+    for function, home in functions.items():
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing is in it yet
@@ -485,9 +488,10 @@ def _globals(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
     return [*((home.__name__, home, row) for home, row in found.items()), *cells]
 
 
-def _code(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _code(
+    model: nn.Module, functions: Collection[FunctionType]
+) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """The functions that forwards may call, each with its code, and the classes with these."""
-    functions = {function for function, _ in functions_of(model)}
     for function in sorted(functions, key=attrgetter("__module__", "__qualname__")):
         yield function.__qualname__, function, ("__code__",)
     kinds = dict.fromkeys(map(type, model.modules()))
